@@ -1,0 +1,30 @@
+"""Who owns ``torch.distributed``'s process group, and when does it die? A strategy for Lightning that answers both."""
+
+from lightning_pgroup.__about__ import __version__
+from lightning_pgroup.errors import (
+    GroupLostError,
+    GroupMismatchError,
+    PGroupError,
+    RanksDisagreeError,
+    RendezvousTimeoutError,
+    StrategyClosedError,
+    WorldSizeError,
+)
+from lightning_pgroup.records import LifecycleEvent
+from lightning_pgroup.registry import register_strategies
+from lightning_pgroup.strategy import PGroupDDPStrategy
+
+__all__ = [
+    "GroupLostError",
+    "GroupMismatchError",
+    "LifecycleEvent",
+    "PGroupDDPStrategy",
+    "PGroupError",
+    "RanksDisagreeError",
+    "RendezvousTimeoutError",
+    "StrategyClosedError",
+    "WorldSizeError",
+    "__version__",
+]
+
+register_strategies()

@@ -1,0 +1,182 @@
+"""How a stage gets its group: the ranks agree, then each carries the decision out."""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pgroup import agreement, records
+from lightning_pgroup.__about__ import __version__
+from lightning_pgroup.agreement import Decision, Report
+from lightning_pgroup.claim import Stage
+from lightning_pgroup.custody import Custody
+from lightning_pgroup.errors import GroupMismatchError, RanksDisagreeError, WorldSizeError
+from lightning_pgroup.group import create_group
+from lightning_pgroup.membership import Membership, Place
+from lightning_pgroup.policy import Action, DestroyPolicy, Event, OnMismatch, Ownership
+from lightning_pgroup.signature import GroupSignature
+from lightning_pgroup.team import Team
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRequest:
+    """The group that a stage asks for.
+
+    Attributes:
+        signature: What it shall be.
+        place: Where this rank stands, and how to reach the others.
+        device_id: The device to bind the group to; ``None`` on CPU.
+        pg_options: Options of the backend.
+    """
+
+    signature: GroupSignature
+    place: Place
+    device_id: torch.device | None
+    pg_options: Any
+
+
+class Acquisition:
+    """Gets groups for stages.
+
+    Args:
+        custody: Where the group is kept.
+        membership: How to reach the other ranks.
+
+    Attributes:
+        team: The team of the last agreement, if any.
+    """
+
+    def __init__(self, custody: Custody, membership: Membership) -> None:
+        self._custody = custody
+        self._membership = membership
+        self.team: Team | None = None
+
+    def agree(self, stage: Stage, request: GroupRequest) -> None:
+        """Reuse the living group or create the next, as all ranks decide together. Collective.
+
+        Raises:
+            PGroupError: The ranks did not come, do not agree, or there are not as many as the stage asks for.
+        """
+        start, clock = time.time(), time.perf_counter()
+        self._custody.drop_inherited()
+        if self._custody.ownership() is Ownership.FOREIGN and not self._membership.is_known(request.place):
+            self._adopt(stage, request, "the group was there before and belongs to other code")
+            return
+        self.team = team = self._membership.team(request.place)
+        report = self._report(stage, request)
+
+        def answer(said: list[dict[str, Any]]) -> str:
+            decision = agreement.decide([Report.from_payload(one) for one in said])
+            if decision.action == agreement.CREATE:
+                team.open_generation(decision.generation)
+            return decision.to_json()
+
+        if team.size == 1:
+            text = answer([report.to_payload()])
+        else:
+            text = team.rounds.run(report.to_payload(), answer, request.place.timeout, check_peers=team.check_peers)
+        self._carry_out(Decision.from_json(text), team, stage, request, start, clock)
+
+    def share_running(self, stage: Stage, request: GroupRequest) -> None:
+        """Let a stage use the group in which another one, around it, is running; that one can not lose it.
+
+        Raises:
+            WorldSizeError: The stage asks for another number of ranks.
+            GroupMismatchError: The group differs and ``on_mismatch="error"``.
+        """
+        if self._custody.ownership() is Ownership.FOREIGN:
+            self._adopt(stage, request, "another stage is running in it, and it belongs to other code")
+            return
+        assert self._custody.current is not None
+        living = self._custody.current.signature
+        if living.world_size != request.signature.world_size:
+            raise WorldSizeError(
+                f"{stage.name!r} asks for {request.signature.world_size} ranks inside a stage that runs with"
+                f" {living.world_size}. Give both the same number, or start it after that stage."
+            )
+        differences = living.differences(request.signature)
+        if differences and stage.claim.config.on_mismatch is OnMismatch.ERROR:
+            raise GroupMismatchError(
+                f"{stage.name!r} asks for another group than the one it is started in ({', '.join(differences)}), and"
+                " `on_mismatch='error'`."
+            )
+        if differences:
+            logger.warning(
+                "%s asks for another group, but a stage around it is running in this one, so it is reused: %s",
+                stage.name,
+                ", ".join(differences),
+            )
+        self._custody.record_use(records.REUSED, "a stage around it is running in it", stage, time.time(), 0.0)
+
+    def _report(self, stage: Stage, request: GroupRequest) -> Report:
+        custody = self._custody
+        living = custody.current if custody.ownership() is Ownership.OWNED else None
+        fresh = ""
+        differences: tuple[str, ...] = ()
+        if living is not None:
+            differences = living.signature.differences(request.signature)
+            if (living.signature.world_size, living.signature.rank) != (
+                request.signature.world_size,
+                request.signature.rank,
+            ):
+                fresh = f"the group has another size or order of ranks ({', '.join(differences)})"
+            elif custody.is_next_trainer(stage.trainer) and custody.action(Event.NEXT_TRAINER) is Action.DESTROY:
+                fresh = f"{DestroyPolicy.PER_TRAINER.value}: {Event.NEXT_TRAINER.value}"
+        return Report(
+            rank=request.place.rank,
+            generation=0 if living is None else living.generation,
+            highest=custody.highest,
+            fresh=fresh,
+            differences=differences,
+            on_mismatch=stage.claim.config.on_mismatch.value,
+            foreign=custody.ownership() is Ownership.FOREIGN,
+            stage=stage.name,
+            version=__version__,
+            wanted=request.signature.shared(),
+        )
+
+    def _carry_out(
+        self, decision: Decision, team: Team, stage: Stage, request: GroupRequest, start: float, clock: float
+    ) -> None:
+        if decision.action == agreement.REFUSE:
+            kind = GroupMismatchError if decision.mismatch else RanksDisagreeError
+            raise kind(f"Rank {request.place.rank} can not start {stage.name!r}: {decision.why}.")
+        if decision.action == agreement.ADOPT:
+            self._adopt(stage, request, decision.why)
+        elif decision.action == agreement.REUSE:
+            assert self._custody.current is not None
+            differences = self._custody.current.signature.differences(request.signature)
+            if differences:
+                logger.warning(
+                    "%s asks for another group, but `on_mismatch='reuse'` keeps this one: %s",
+                    stage.name,
+                    ", ".join(differences),
+                )
+            self._custody.record_use(records.REUSED, decision.why, stage, start, time.perf_counter() - clock)
+        else:
+            self._custody.end(decision.why, stage=stage.name, by=stage.claim)
+            group = create_group(
+                decision.generation,
+                request.signature,
+                team.generation_store(decision.generation),
+                request.device_id,
+                request.pg_options,
+            )
+            self._custody.take(group)
+            self._custody.record_use(records.CREATED, decision.why, stage, start, time.perf_counter() - clock)
+
+    def _adopt(self, stage: Stage, request: GroupRequest, why: str) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        wanted = request.signature
+        if (rank, size) != (wanted.rank, wanted.world_size):
+            raise WorldSizeError(
+                f"A process group of other code is there, in which this process is rank {rank} of {size}, but"
+                f" {stage.name!r} asks to be rank {wanted.rank} of {wanted.world_size}. Destroy that group first, or let the"
+                " Trainer have as many devices as it has ranks."
+            )
+        self._custody.record_foreign(why, stage, rank, size, dist.get_backend())

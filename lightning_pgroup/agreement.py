@@ -1,0 +1,164 @@
+"""Reuse or re-create: what the ranks decide together, as a pure function of what each of them has and wants.
+
+No network, no torch. :mod:`lightning_pgroup.rounds` carries the reports to the rank that decides and its decision back.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_pgroup.policy import OnMismatch
+
+REUSE = "reuse"
+CREATE = "create"
+ADOPT = "adopt"
+REFUSE = "refuse"
+
+_STRICTNESS = (OnMismatch.ERROR, OnMismatch.RECREATE, OnMismatch.REUSE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What one rank has and wants at the start of a stage.
+
+    Attributes:
+        rank: Who speaks.
+        generation: The living generation that it owns, 0 without one.
+        highest: The highest generation that it ever had.
+        fresh: Why it must not reuse what it has; empty if it may.
+        differences: In what the living group differs from the one wanted.
+        on_mismatch: What to do about these differences.
+        foreign: Whether a group of other code is there instead.
+        stage: What it is about to run.
+        version: Version of this package.
+        wanted: The fields of the wanted signature that all ranks must share.
+    """
+
+    rank: int
+    generation: int
+    highest: int
+    fresh: str = ""
+    differences: tuple[str, ...] = ()
+    on_mismatch: str = OnMismatch.RECREATE.value
+    foreign: bool = False
+    stage: str = ""
+    version: str = ""
+    wanted: dict[str, Any] = field(default_factory=dict)
+
+    def to_payload(self) -> dict[str, Any]:
+        """The report as plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_payload(cls, payload: dict[str, Any]) -> "Report":
+        """Rebuild a report that came through the store."""
+        return cls(**{**payload, "differences": tuple(payload["differences"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What all ranks do: ``REUSE``, ``CREATE``, ``ADOPT`` a foreign group, or ``REFUSE`` with an error on each rank.
+
+    Attributes:
+        action: One of the four.
+        generation: The generation to reuse or to create; 0 otherwise.
+        why: The reason, in words.
+        mismatch: Whether the refusal is about differences to a living group, not between the ranks.
+    """
+
+    action: str
+    generation: int
+    why: str
+    mismatch: bool = False
+
+    def to_json(self) -> str:
+        """The decision as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Decision":
+        """Rebuild a decision that came through the store."""
+        return cls(**json.loads(text))
+
+
+def decide(reports: Sequence[Report]) -> Decision:
+    """Decide for all ranks what to do at the start of a stage.
+
+    Args:
+        reports: One report of every rank.
+
+    Returns:
+        The decision. Reuse needs the same living generation on all ranks, the wanted signature, and nobody who asks for a
+        fresh group; all else leads to a new generation, one above the highest that any rank ever had.
+    """
+    disagreement = _disagreement(reports)
+    if disagreement:
+        return Decision(action=REFUSE, generation=0, why=disagreement)
+    if all(report.foreign for report in reports):
+        return Decision(action=ADOPT, generation=0, why="the group was there before and belongs to other code")
+    new = max(report.highest for report in reports) + 1
+    living = {report.generation for report in reports}
+    if living == {0}:
+        return Decision(action=CREATE, generation=new, why=_first_fresh(reports) or "there was no group")
+    if len(living) > 1:
+        holders = _by_value(
+            (report.rank, f"generation {report.generation}" if report.generation else "no group") for report in reports
+        )
+        return Decision(action=CREATE, generation=new, why=f"the ranks do not have the same group: {holders}")
+    fresh = _first_fresh(reports)
+    if fresh:
+        return Decision(action=CREATE, generation=new, why=fresh)
+    differing = [report for report in reports if report.differences]
+    if differing:
+        return _decide_mismatch(reports, differing, living.pop(), new)
+    return Decision(action=REUSE, generation=living.pop(), why="all ranks have it and it is what the stage asks for")
+
+
+def _decide_mismatch(reports: Sequence[Report], differing: Sequence[Report], living: int, new: int) -> Decision:
+    named = _by_value((report.rank, ", ".join(report.differences)) for report in differing)
+    wishes = {OnMismatch(report.on_mismatch) for report in reports}
+    strictest = next(wish for wish in _STRICTNESS if wish in wishes)
+    if strictest is OnMismatch.ERROR:
+        why = f"the living group differs from what the stage asks for ({named}) and on_mismatch='error'"
+        return Decision(action=REFUSE, generation=0, why=why, mismatch=True)
+    if strictest is OnMismatch.REUSE:
+        return Decision(action=REUSE, generation=living, why=f"on_mismatch='reuse', although it differs ({named})")
+    return Decision(action=CREATE, generation=new, why=f"the stage asks for another group ({named})")
+
+
+def _disagreement(reports: Sequence[Report]) -> str:
+    """Name what the ranks must share but do not; empty if all is well."""
+    found = []
+    foreign = {report.foreign for report in reports}
+    if len(foreign) > 1:
+        holders = ((r.rank, "a group of other code" if r.foreign else "none of that kind") for r in reports)
+        found.append(f"the default group ({_by_value(holders)})")
+    for name in ("stage", "version"):
+        if len({getattr(report, name) for report in reports}) > 1:
+            found.append(f"{name} ({_by_value((r.rank, repr(getattr(r, name))) for r in reports)})")
+    for name in reports[0].wanted:
+        if len({json.dumps(report.wanted.get(name)) for report in reports}) > 1:
+            found.append(f"{name} ({_by_value((r.rank, repr(r.wanted.get(name))) for r in reports)})")
+    return f"the ranks differ in {'; '.join(found)}" if found else ""
+
+
+def _first_fresh(reports: Sequence[Report]) -> str:
+    return next((report.fresh for report in reports if report.fresh), "")
+
+
+def _by_value(pairs: Iterable[tuple[int, str]]) -> str:
+    """Group ranks by what they say: ``rank 0: a; ranks 1, 2: b``."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in pairs:
+        groups.setdefault(value, []).append(rank)
+    parts = []
+    for value, ranks in groups.items():
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        parts.append(f"{noun} {_ranks(ranks)}: {value}")
+    return "; ".join(parts)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

@@ -1,0 +1,52 @@
+"""Claims: one strategy's stake in the group, and the stages that it runs."""
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+
+from lightning_pgroup.config import LifecycleConfig
+from lightning_pgroup.records import LifecycleEvent
+
+MAX_EVENTS = 10_000
+"""How many records a strategy keeps; the oldest go first."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Claim:
+    """What the owner of the group knows of one strategy. Holds no reference to it, so that it can be collected.
+
+    Attributes:
+        config: What its user asked for.
+        events: What was done with the group while this strategy used it.
+        is_rank: Whether it ever ran a stage in this process. In the parent of spawned or forked workers it never does.
+        running: How many stages of it run, one inside the other.
+        pending: Whether its last stage has left the launcher but not yet been torn down by the Trainer.
+        failed: Whether its last stage raised and the Trainer has not yet torn it down: its collectives are local then, so that
+            hooks for errors can not hang.
+        closed: Whether it was closed.
+    """
+
+    config: LifecycleConfig
+    events: deque[LifecycleEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    is_rank: bool = False
+    running: int = 0
+    pending: bool = False
+    failed: bool = False
+    closed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Stage:
+    """One running stage, or one collective that was called between stages.
+
+    Attributes:
+        claim: Whose it is.
+        name: ``"fit"``, ``"validate"``, …, or the name of the collective.
+        trainer: The Trainer that runs it; ``None`` for a collective between stages.
+        acquired: Whether it has got its group.
+    """
+
+    claim: Claim
+    name: str
+    trainer: "weakref.ref[object] | None"
+    acquired: bool = False

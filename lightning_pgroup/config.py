@@ -1,0 +1,124 @@
+"""What a user asked of a strategy, checked once, when it is built."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_pgroup.policy import (
+    DestroyPolicy,
+    OnError,
+    OnMismatch,
+    Policies,
+    parse_on_error,
+    parse_on_mismatch,
+    parse_policies,
+)
+
+Duration = float | timedelta
+"""A time span: seconds or a ``timedelta``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LifecycleConfig:
+    """The arguments of :class:`~lightning_pgroup.PGroupDDPStrategy` that concern the life of the group."""
+
+    policies: Policies
+    on_error: OnError
+    on_mismatch: OnMismatch
+    destroy_timeout: timedelta
+    rendezvous_timeout: timedelta | None
+    init_method: str | None
+    pg_options: Any
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """The names of the policies, sorted, for records and messages."""
+        return tuple(sorted(policy.value for policy in self.policies))
+
+
+def parse_config(
+    *,
+    destroy: str | DestroyPolicy | Iterable[str | DestroyPolicy],
+    on_error: str | OnError | None,
+    on_mismatch: str | OnMismatch,
+    destroy_timeout: Duration,
+    rendezvous_timeout: Duration | None,
+    init_method: str | None,
+    pg_options: Any,
+) -> LifecycleConfig:
+    """Check the arguments of a strategy against each other. Touches neither network nor processes.
+
+    Raises:
+        ValueError: A wrong or contradictory value; the message lists the right ones.
+        TypeError: A value of the wrong kind.
+    """
+    policies = parse_policies(destroy)
+    return LifecycleConfig(
+        policies=policies,
+        on_error=parse_on_error(on_error, policies),
+        on_mismatch=parse_on_mismatch(on_mismatch),
+        destroy_timeout=parse_duration("destroy_timeout", destroy_timeout),
+        rendezvous_timeout=(None if rendezvous_timeout is None else parse_duration("rendezvous_timeout", rendezvous_timeout)),
+        init_method=_parse_init_method(init_method),
+        pg_options=pg_options,
+    )
+
+
+def parse_duration(argument: str, value: Duration) -> timedelta:
+    """Turn seconds or a ``timedelta`` into a ``timedelta``.
+
+    Raises:
+        ValueError: Zero, negative, infinite or not a number: every wait has a bound.
+        TypeError: Neither a number nor a ``timedelta``.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, timedelta)):
+        raise TypeError(f"`{argument}` must be a number of seconds or a `timedelta`, got {value!r}.")
+    seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise ValueError(f"`{argument}` must be more than 0 seconds and finite, got {value!r}.")
+    try:
+        return timedelta(seconds=seconds)
+    except OverflowError:
+        raise ValueError(f"`{argument}` must be at most {timedelta.max.days} days, got {value!r}.") from None
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a backend that this build of torch does not have.
+
+    Args:
+        backend: A name such as ``"gloo"``, a mixed form such as ``"cpu:gloo,cuda:nccl"``, or ``None`` for the default of
+            the device.
+
+    Raises:
+        ValueError: At least one part is unknown or not built in; the message lists those that are there.
+        TypeError: Not a string.
+    """
+    if backend is None:
+        return
+    if not isinstance(backend, str):
+        raise TypeError(f"`process_group_backend` must be a string or None, got {backend!r}.")
+    names = [part.rsplit(":", 1)[-1].strip() for part in backend.split(",")]
+    missing = [name for name in names if not name or not dist.is_backend_available(name)]
+    if missing:
+        known = [n for n in dist.Backend.backend_list if n != dist.Backend.UNDEFINED and dist.is_backend_available(n)]
+        raise ValueError(
+            f"`process_group_backend={backend!r}` names {', '.join(map(repr, missing))}, which this build of torch does"
+            f" not have. It has: {', '.join(map(repr, known))}."
+        )
+
+
+def _parse_init_method(init_method: str | None) -> str | None:
+    if init_method is None:
+        return None
+    if not isinstance(init_method, str):
+        raise TypeError(f"`init_method` must be a string or None, got {init_method!r}.")
+    if not init_method.startswith(("env://", "tcp://", "file://")):
+        raise ValueError(
+            f"`init_method` must start with 'env://', 'tcp://' (then host:port) or 'file://' (then a path on a file"
+            f" system that all ranks share), got {init_method!r}."
+        )
+    return init_method

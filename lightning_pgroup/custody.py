@@ -1,0 +1,179 @@
+"""Custody of the group: which one we own, who uses it, and its end when the policy table says so."""
+
+import logging
+import time
+import weakref
+
+from torch.distributed import ProcessGroup
+
+from lightning_pgroup import c10d, records
+from lightning_pgroup.claim import Claim, Stage
+from lightning_pgroup.group import OwnedGroup
+from lightning_pgroup.policy import Action, Event, Ownership, action_for
+from lightning_pgroup.records import LifecycleEvent
+from lightning_pgroup.store import leak
+
+logger = logging.getLogger(__name__)
+
+
+class Custody:
+    """The group that this process owns. Not safe for threads; :class:`~lightning_pgroup.lifecycle.Lifecycle` locks.
+
+    Args:
+        inherited: A group that a fork copied from the parent process: it does not work here.
+
+    Attributes:
+        current: The group that we created last and did not end, alive or destroyed by other code.
+        highest: The highest generation that this process ever had.
+        users: The strategies that use the current group.
+        last_user: The one that used it last; its policies apply.
+        trainer: The Trainer that used it last.
+    """
+
+    def __init__(self, inherited: "weakref.ref[ProcessGroup] | None" = None) -> None:
+        self.current: OwnedGroup | None = None
+        self.highest = 0
+        self.users: set[Claim] = set()
+        self.last_user: Claim | None = None
+        self.trainer: weakref.ref[object] | None = None
+        self._inherited = inherited
+
+    def ownership(self) -> Ownership:
+        """Whose the default group of this process is right now."""
+        group = c10d.default_group()
+        if group is None or self._is_inherited(group):
+            return Ownership.NONE
+        if self.current is not None and self.current.is_alive():
+            return Ownership.OWNED
+        return Ownership.FOREIGN
+
+    def drop_inherited(self) -> None:
+        """Drop the group that a fork has copied into this process, without touching the parent's."""
+        group = c10d.default_group()
+        if group is not None and self._is_inherited(group):
+            for copied in c10d.take_all_groups():
+                leak(copied)
+
+    def notice_loss(self, stage: str = "") -> None:
+        """Notice that other code has destroyed our group, if it did, and clean up after it."""
+        if self.current is not None and not self.current.is_alive():
+            lost = self.current
+            lost.forget()
+            self._record(records.LOST, "other code destroyed it", lost, stage, time.time(), 0.0)
+            self._clear()
+
+    def take(self, group: OwnedGroup) -> None:
+        """Take a new group into custody."""
+        self.current = group
+        self.highest = max(self.highest, group.generation)
+
+    def use(self, stage: Stage) -> None:
+        """A stage uses the group from now on."""
+        self.users.add(stage.claim)
+        self.last_user = stage.claim
+        if stage.trainer is not None:
+            self.trainer = stage.trainer
+
+    def is_next_trainer(self, trainer: "weakref.ref[object] | None") -> bool:
+        """Whether ``trainer`` is another one than the one that used the group last."""
+        return trainer is not None and self.trainer is not None and trainer() is not self.trainer()
+
+    def action(self, event: Event, *, in_use: bool = False) -> Action:
+        """What ``event`` does to the group, by the policies of the strategy that used it last."""
+        if self.last_user is None:
+            return Action.KEEP
+        config = self.last_user.config
+        return action_for(event, config.policies, config.on_error, self.ownership(), in_use=in_use)
+
+    def apply(self, event: Event, *, in_use: bool = False, stage: str = "", why: str = "", by: Claim | None = None) -> None:
+        """Let ``event`` happen: end the group or keep it.
+
+        Args:
+            event: What happened.
+            in_use: See :func:`~lightning_pgroup.policy.action_for`.
+            stage: Name of the stage, for the record.
+            why: The reason, if there is more to say than the name of the event.
+            by: A strategy that gets the record too, although it does not use the group.
+        """
+        self.notice_loss(stage)
+        action = self.action(event, in_use=in_use)
+        if action is Action.DESTROY:
+            self.end(why or event.value, stage=stage, by=by)
+        elif action is Action.ABORT:
+            self.end(why or event.value, stage=stage, by=by, abort=True)
+
+    def end(self, why: str, *, stage: str = "", by: Claim | None = None, abort: bool = False) -> None:
+        """End the group that we own, within the ``destroy_timeout`` of its last user. Local; nothing happens without one."""
+        group, last = self.current, self.last_user
+        if group is None or last is None:
+            return
+        # Whatever happens from here on, an interrupt included, the group is not ours to use any more.
+        self.current = None
+        start, clock = time.time(), time.perf_counter()
+        what = records.ABORTED if abort else records.DESTROYED
+        try:
+            if abort:
+                group.abort()
+            elif not group.destroy(last.config.destroy_timeout):
+                what = records.ABORTED
+                why = (
+                    f"{why}; the orderly shutdown did not end within `destroy_timeout` of"
+                    f" {last.config.destroy_timeout.total_seconds():g} s"
+                )
+        finally:
+            self._record(what, why, group, stage, start, time.perf_counter() - clock, by)
+            self._clear()
+
+    def record_use(self, what: str, why: str, stage: Stage, start: float, duration: float) -> None:
+        """Record that a stage got its group."""
+        if self.current is not None:
+            self._record(what, why, self.current, stage.name, start, duration, stage.claim)
+
+    def record_foreign(self, why: str, stage: Stage, rank: int, world_size: int, backend: str) -> None:
+        """Record that a stage uses a group of other code."""
+        event = LifecycleEvent(
+            what=records.ADOPTED,
+            why=why,
+            generation=0,
+            policy=stage.claim.config.policy_names,
+            stage=stage.name,
+            rank=rank,
+            world_size=world_size,
+            backend=backend,
+            start=time.time(),
+            duration=0.0,
+        )
+        stage.claim.events.append(event)
+        event.log()
+
+    def _record(
+        self, what: str, why: str, group: OwnedGroup, stage: str, start: float, duration: float, by: Claim | None = None
+    ) -> None:
+        owner = by if what in (records.CREATED, records.REUSED) else self.last_user
+        event = LifecycleEvent(
+            what=what,
+            why=why,
+            generation=group.generation,
+            policy=() if owner is None else owner.config.policy_names,
+            stage=stage,
+            rank=group.signature.rank,
+            world_size=group.signature.world_size,
+            backend=group.signature.backend,
+            start=start,
+            duration=duration,
+        )
+        if what in (records.CREATED, records.REUSED):
+            interested = set() if by is None else {by}
+        else:
+            interested = self.users if by is None else self.users | {by}
+        for claim in interested:
+            claim.events.append(event)
+        event.log()
+
+    def _clear(self) -> None:
+        self.current = None
+        self.users.clear()
+        self.trainer = None
+
+    def _is_inherited(self, group: ProcessGroup) -> bool:
+        return self._inherited is not None and group is self._inherited()

@@ -1,0 +1,34 @@
+"""The exceptions that this package raises at run time.
+
+Wrong or contradictory arguments raise plain ``ValueError`` or ``TypeError`` when a strategy is built. All that can only be
+known later derives from :class:`PGroupError`, which is a ``RuntimeError``: code that already guards a distributed run with
+``except RuntimeError`` goes on working.
+"""
+
+
+class PGroupError(RuntimeError):
+    """Base of all errors that this package raises at run time."""
+
+
+class RendezvousTimeoutError(PGroupError, TimeoutError):
+    """Some ranks did not come to a rendezvous within its timeout. The message names them."""
+
+
+class RanksDisagreeError(PGroupError):
+    """The ranks came to one rendezvous with requests that do not fit together. Raised on all ranks alike."""
+
+
+class GroupMismatchError(PGroupError):
+    """A living group differs from the one asked for and ``on_mismatch="error"`` forbids both reuse and re-creation."""
+
+
+class WorldSizeError(PGroupError):
+    """A stage asks for another number of ranks than there are processes to serve it."""
+
+
+class GroupLostError(PGroupError):
+    """The group ended while a stage was still using it, so that a collective can neither work nor be repeated."""
+
+
+class StrategyClosedError(PGroupError):
+    """A closed strategy was used again."""

@@ -1,0 +1,271 @@
+"""The one owner of this process's group: stages begin and end here, share the group, and lose it when a policy says so.
+
+Knows nothing of Lightning. A strategy registers its stages (:meth:`Lifecycle.enter`, :meth:`Lifecycle.leave`) and asks for a
+group in between (:meth:`Lifecycle.acquire`); the table in :mod:`lightning_pgroup.policy` decides what ends when.
+"""
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from torch.distributed import ProcessGroup
+
+from lightning_pgroup import c10d
+from lightning_pgroup.acquisition import Acquisition, GroupRequest
+from lightning_pgroup.claim import Claim, Stage
+from lightning_pgroup.custody import Custody
+from lightning_pgroup.errors import GroupLostError, PGroupError, StrategyClosedError
+from lightning_pgroup.membership import Membership
+from lightning_pgroup.policy import Event, OnError, Ownership
+
+logger = logging.getLogger(__name__)
+
+
+class Lifecycle:
+    """The owner of the default process group of this process. One per process.
+
+    Args:
+        membership: How to reach the other ranks.
+        inherited: A group that a fork copied from the parent process. It does not work here and is dropped when it is met.
+    """
+
+    def __init__(self, membership: Membership, inherited: "weakref.ref[ProcessGroup] | None" = None) -> None:
+        self._custody = Custody(inherited)
+        self._acquisition = Acquisition(self._custody, membership)
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._collected: deque[Claim] = deque()
+        self._stages: list[Stage] = []
+        self._pending: list[Event] = []
+
+    @property
+    def generation(self) -> int | None:
+        """Number of the living group that we own, or ``None``."""
+        current = self._custody.current
+        return current.generation if current is not None and current.is_alive() else None
+
+    @property
+    def highest_generation(self) -> int:
+        """The highest generation that this process knows of."""
+        return self._custody.highest
+
+    def note_generation(self, generation: int) -> None:
+        """Others have come as far as ``generation``; ours will follow it."""
+        self._custody.highest = max(self._custody.highest, generation)
+
+    def ownership(self) -> Ownership:
+        """Whose the default group of this process is right now."""
+        return self._custody.ownership()
+
+    def enter(self, claim: Claim, name: str, trainer: object | None) -> Stage:
+        """Begin a stage. Local; waits for nothing but an end that an earlier stage left over (``destroy_timeout``).
+
+        Raises:
+            StrategyClosedError: The strategy was closed.
+        """
+        with self._exclusive():
+            if claim.closed:
+                raise StrategyClosedError(f"This strategy was closed and can not run {name!r} any more. Build a new one.")
+            self._finish_pending()
+            stage = Stage(claim, name, None if trainer is None else weakref.ref(trainer))
+            self._stages.append(stage)
+            claim.running += 1
+            claim.is_rank = True
+            claim.failed = claim.pending = False
+            return stage
+
+    def acquire(self, stage: Stage, request: GroupRequest) -> None:
+        """Get the group for a stage: reuse the living one or create the next. Collective.
+
+        Blocks at most ``rendezvous_timeout`` for ranks that do not come, and at most the group's timeout in its creation.
+
+        Raises:
+            PGroupError: The ranks did not come, do not agree, or there are not as many as the stage asks for.
+            GroupLostError: The group ended in the middle of the stage.
+        """
+        with self._exclusive():
+            alive = self.ownership() is not Ownership.NONE
+            if stage.acquired and alive:
+                return
+            if stage.acquired:
+                raise GroupLostError(
+                    f"The process group ended while {stage.name!r} was running, so that no collective of it can work any"
+                    " more. Do not destroy the group in the middle of a stage."
+                )
+            self._custody.notice_loss(stage.name)
+            if alive and any(other.acquired for other in self._stages):
+                self._acquisition.share_running(stage, request)
+            else:
+                self._acquisition.agree(stage, request)
+            stage.acquired = True
+            self._custody.use(stage)
+
+    def leave(self, stage: Stage, error: BaseException | None = None, *, tuner_exit: bool = False) -> None:
+        """End a stage, whose function returned or raised. Local; bounded by ``destroy_timeout``.
+
+        Args:
+            stage: From :meth:`enter`.
+            error: What the function raised.
+            tuner_exit: The exception is Lightning's way out of a tuner and no error: the Trainer goes on to call the
+                ``teardown`` hooks, and the stage ends with :meth:`finish`.
+        """
+        claim = stage.claim
+        with self._exclusive():
+            self._stages.remove(stage)
+            claim.running -= 1
+            nested = bool(self._stages)
+            if tuner_exit:
+                self._end_later(claim, Event.STAGE_END)
+            elif error is None:
+                self._custody.apply(Event.STAGE_END, stage=stage.name, in_use=nested)
+            else:
+                claim.failed = claim.config.on_error is not OnError.KEEP
+                why = f"{Event.STAGE_ERROR.value} {type(error).__name__}: {str(error)[:200]}"
+                self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested, why=why)
+                if not claim.failed:
+                    self._end_later(claim, Event.ERROR_HANDLED)
+            if self._acquisition.team is not None and not nested:
+                with contextlib.suppress(Exception):  # only a note, for the message of a peer that waits for this rank
+                    self._acquisition.team.rounds.note(f"{'raised in' if error else 'finished'} {stage.name}")
+
+    def finish(self, claim: Claim) -> None:
+        """The Trainer tears down a stage of this strategy. Local, bounded by ``destroy_timeout``.
+
+        Ends what had to outlive the launcher's function: a stage that a tuner left, or that failed and keeps its group.
+        """
+        if claim.running:
+            return
+        claim.failed = False
+        if claim.pending:
+            claim.pending = False
+            with self._exclusive():
+                self._finish_pending()
+
+    @contextlib.contextmanager
+    def collective(self, claim: Claim, name: str, request: Callable[[], GroupRequest]) -> Iterator[bool]:
+        """Wrap one collective of a strategy, so that it works or raises and is never silently local (F15 of the design).
+
+        Between stages all ranks must call it: the group is created on demand, and ends afterwards if the policy is
+        ``"on_teardown"``.
+
+        Yields:
+            Whether to run it over the group. ``False`` after a failure: there is no group and nobody must wait.
+
+        Raises:
+            StrategyClosedError: The strategy was closed.
+        """
+        if claim.closed:
+            raise StrategyClosedError(
+                f"`{name}` was called on a closed strategy. Its process group has ended; call collectives before `close()`."
+            )
+        if claim.failed:
+            yield False
+        elif not claim.is_rank or (claim.pending and self.ownership() is not Ownership.NONE):
+            yield True
+        elif claim.running:
+            stage = next(stage for stage in reversed(self._stages) if stage.claim is claim)
+            if not stage.acquired or c10d.default_group() is None:
+                self.acquire(stage, request())
+            yield True
+        else:
+            stage = self.enter(claim, name, None)
+            try:
+                self.acquire(stage, request())
+                yield True
+            except BaseException as error:
+                self.leave(stage, error)
+                claim.failed = False
+                raise
+            self.leave(stage)
+
+    def collected(self, claim: Claim) -> None:
+        """A strategy was garbage-collected and gives up its claim. Local, bounded by ``destroy_timeout``.
+
+        Called by the garbage collector, at any moment and on any thread. If the owner is at work just then, it is done right
+        after that.
+        """
+        self._collected.append(claim)
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._depth == 0:
+                    with self._exclusive():
+                        pass
+            finally:
+                self._lock.release()
+
+    def close(self, claim: Claim) -> None:
+        """A strategy was closed and gives up its claim for good. Local, bounded by ``destroy_timeout``.
+
+        Raises:
+            PGroupError: One of its stages is running.
+        """
+        with self._exclusive():
+            if claim.running:
+                raise PGroupError("A strategy can not be closed inside one of its own stages.")
+            claim.closed = True
+            self._finish_pending()
+            self._give_up(claim, Event.STRATEGY_CLOSED)
+
+    def destroy(self) -> None:
+        """End the group at a user's request; nothing happens without one. Local, bounded by ``destroy_timeout``.
+
+        Raises:
+            PGroupError: A stage is running, or the group belongs to other code.
+        """
+        with self._exclusive():
+            if any(stage.acquired for stage in self._stages):
+                raise PGroupError(
+                    f"{self._stages[-1].name!r} is running in the process group. Destroy it between stages, or use"
+                    " `destroy='on_teardown'`."
+                )
+            if self.ownership() is Ownership.FOREIGN:
+                raise PGroupError("The process group was created by other code, which has to destroy it.")
+            self._finish_pending()
+            self._custody.apply(Event.USER_REQUEST)
+
+    def next_trainer(self, trainer: object) -> None:
+        """A Trainer is about to start a stage in processes of its own, forked or spawned from this one."""
+        with self._exclusive():
+            if not self._stages:
+                self._finish_pending()
+                if self._custody.is_next_trainer(weakref.ref(trainer)):
+                    self._custody.apply(Event.NEXT_TRAINER)
+
+    def end_of_process(self, event: Event) -> None:
+        """End the group because this process ends (``WORKER_END`` or ``EXIT``). Local, bounded by ``destroy_timeout``."""
+        with self._exclusive():
+            self._pending.clear()
+            self._custody.apply(event)
+
+    def _end_later(self, claim: Claim, event: Event) -> None:
+        claim.pending = True
+        self._pending.append(event)
+
+    def _finish_pending(self) -> None:
+        """End what a stage left over, once no stage runs any more."""
+        if self._stages:
+            return
+        while self._pending:
+            self._custody.apply(self._pending.pop(0))
+
+    def _give_up(self, claim: Claim, event: Event) -> None:
+        if claim in self._custody.users:
+            self._custody.users.discard(claim)
+            in_use = bool(self._custody.users) or any(stage.acquired for stage in self._stages)
+            self._custody.apply(event, in_use=in_use, by=claim)
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One operation at a time; claims that the garbage collector gave up meanwhile follow at its end."""
+        with self._lock:
+            self._depth += 1
+            try:
+                yield
+                if self._depth == 1:
+                    while self._collected:
+                        self._give_up(self._collected.popleft(), Event.STRATEGY_COLLECTED)
+            finally:
+                self._depth -= 1

@@ -1,0 +1,46 @@
+"""The private names of Lightning that this package needs, all of them.
+
+A Lightning release that moves one breaks this file and no other; ``tests/test_lightning_private.py`` says which name moved.
+"""
+
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend_for_device
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only as lightning_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+
+__all__ = [
+    "MultiProcessingLauncher",
+    "SubprocessScriptLauncher",
+    "TunerExitException",
+    "default_backend_for_device",
+    "get_rank_zero_rank",
+    "requested_devices",
+    "reset_seed",
+    "set_num_threads_if_needed",
+    "set_rank_zero_rank",
+]
+
+
+def requested_devices(trainer: Trainer) -> int | None:
+    """How many devices per node the user gave to ``Trainer(devices=…)``, or ``None`` if that can not be known."""
+    flag = getattr(trainer._accelerator_connector, "_devices_flag", None)
+    if isinstance(flag, int):
+        return flag
+    return len(flag) if isinstance(flag, (list, tuple)) else None
+
+
+def get_rank_zero_rank() -> int | None:
+    """The rank by which ``rank_zero_only`` decides what this process shows and logs."""
+    rank: int | None = getattr(utilities_rank_zero_only, "rank", None)
+    return rank
+
+
+def set_rank_zero_rank(rank: int | None) -> None:
+    """Set the rank by which ``rank_zero_only`` decides, in both places that have one."""
+    for function in (lightning_rank_zero_only, utilities_rank_zero_only):
+        function.rank = rank  # type: ignore[attr-defined]

@@ -1,0 +1,172 @@
+"""Which ranks this process belongs to, and where they meet: its invitation, the store that it hosts, and its teams."""
+
+import contextlib
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from lightning_pgroup.errors import WorldSizeError
+from lightning_pgroup.store import LOOPBACK, Endpoint, host_store, listen
+from lightning_pgroup.team import Invitation, Team, join_invited, join_launched
+
+STORE_TIMEOUT = timedelta(minutes=5)
+"""Bound of one operation on a store that this process hosts."""
+
+LEAVE_TIMEOUT = timedelta(seconds=5)
+"""How long the host of a store waits at exit for the other ranks to leave."""
+
+_LEAVE_POLL = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a rank stands in the run that a stage asks for.
+
+    Attributes:
+        rank: Its rank.
+        size: Number of ranks.
+        init_method: As given by the user, or ``None``.
+        default_init_method: Where ranks that somebody else started meet; asked for only when it is needed.
+        timeout: How long to wait for the other ranks.
+    """
+
+    rank: int
+    size: int
+    init_method: str | None
+    default_init_method: Callable[[], str]
+    timeout: timedelta
+
+
+class Membership:
+    """The runs that this process is a rank of. One per process."""
+
+    def __init__(self) -> None:
+        self.invitation = Invitation.take_from_environment()
+        self.children: Sequence[subprocess.Popen[bytes]] = ()
+        self._hosted: TCPStore | None = None
+        self._endpoint: Endpoint | None = None
+        self._alone = Team.alone()
+        self._teams: dict[object, Team] = {}
+
+    def invite(self, size: int, highest: int) -> Invitation:
+        """Host this process's store, on loopback, if that is not done yet, and invite ranks to a new run.
+
+        Args:
+            size: How many ranks.
+            highest: The highest generation that this process knows of.
+        """
+        if self._endpoint is None:
+            self.host(listen(LOOPBACK))
+        assert self._endpoint is not None
+        return Invitation.to(self._endpoint, size, highest)
+
+    def host(self, listener: socket.socket) -> None:
+        """Host this process's store on a socket that already listens; the store owns the socket from then on."""
+        self._endpoint = Endpoint(*listener.getsockname()[:2])
+        self._hosted = host_store(listener, STORE_TIMEOUT)
+
+    def join(self, invitation: Invitation | None) -> None:
+        """Become a rank of the run that ``invitation`` names.
+
+        Args:
+            invitation: The run, or ``None`` for one whose ranks meet at the main address.
+        """
+        self.invitation = invitation
+
+    def close_run(self, invitation: Invitation) -> int:
+        """Delete what a run has left in the store that this process hosts. Its ranks must have ended.
+
+        Returns:
+            The highest generation of the run.
+        """
+        if self._hosted is None:
+            return invitation.highest
+        return Team.clean_up(self._hosted, invitation)
+
+    def check_size(self, wanted: int) -> None:
+        """Refuse a stage that asks for another number of ranks than there are processes.
+
+        A stage of one rank is always possible: each process then runs it for itself.
+
+        Raises:
+            WorldSizeError: On each rank, at once.
+        """
+        size = 1 if self.invitation is None else self.invitation.size
+        if wanted in (1, size) or self.invitation is None:
+            return
+        raise WorldSizeError(
+            f"This stage asks for {wanted} ranks, but this run has {size} processes, started for an earlier stage. Processes"
+            " of `start_method='popen'` live as long as the script, so that all its stages need the same number of ranks (or"
+            f" one). Use {size} ranks here too, `start_method='spawn'` or 'fork' (new processes for each stage), or another"
+            " script."
+        )
+
+    def check_children(self) -> None:
+        """Refuse to wait for a rank that this process started and that has ended.
+
+        Raises:
+            WorldSizeError: The message names the ranks and their exit codes.
+        """
+        ended = [(rank, child.poll()) for rank, child in enumerate(self.children, start=1)]
+        gone = [f"local rank {rank} (exit code {code})" for rank, code in ended if code is not None]
+        if gone:
+            raise WorldSizeError(
+                f"The stage needs all ranks of this run, but these have ended: {', '.join(gone)}. A rank can not be started"
+                " again in the middle of a script: look for its own error above, or let all ranks run the same stages."
+            )
+
+    def is_known(self, place: Place) -> bool:
+        """Whether the team of ``place`` can be reached without a new rendezvous with processes that may not exist."""
+        if place.init_method is None:
+            return place.size == 1 or self._is_invited(place)
+        return self._key(place) in self._teams
+
+    def team(self, place: Place) -> Team:
+        """The team of ``place``, joined on first use. Blocks at most ``place.timeout`` then.
+
+        Raises:
+            Exception: What torch's stores raise when the others can not be reached.
+        """
+        if place.size == 1 and place.init_method is None and not self._is_invited(place):
+            return self._alone
+        key = self._key(place)
+        if key not in self._teams:
+            if place.init_method is None and self._is_invited(place):
+                assert self.invitation is not None
+                hosted = self._hosted if self._is_own(self.invitation) else None
+                self._teams[key] = join_invited(self.invitation, place.rank, place.timeout, hosted, self.check_children)
+            else:
+                init_method = place.init_method or place.default_init_method()
+                self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout)
+        return self._teams[key]
+
+    def leave(self) -> None:
+        """Tell the host that this rank leaves; as the host, wait for the others, at most :data:`LEAVE_TIMEOUT`."""
+        deadline = time.monotonic() + LEAVE_TIMEOUT.total_seconds()
+        pause = threading.Event()
+        for team in self._teams.values():
+            with contextlib.suppress(Exception):  # the host may be gone already, and so may the others
+                if not team.is_host:
+                    team.store.add("left", 1)
+                    continue
+                while team.store.add("left", 0) < team.size - 1 and time.monotonic() < deadline:
+                    if self.children and all(child.poll() is not None for child in self.children):
+                        break
+                    pause.wait(_LEAVE_POLL)
+
+    def _is_invited(self, place: Place) -> bool:
+        return self.invitation is not None and self.invitation.size == place.size
+
+    def _is_own(self, invitation: Invitation) -> bool:
+        return self._endpoint == Endpoint(invitation.host, invitation.port)
+
+    def _key(self, place: Place) -> object:
+        if place.init_method is None and self.invitation is not None and self._is_invited(place):
+            return self.invitation
+        return (place.init_method, place.rank, place.size)

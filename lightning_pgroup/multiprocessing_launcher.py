@@ -1,0 +1,88 @@
+"""Ranks as workers of this process, spawned or forked anew for each stage."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.pytorch import Trainer
+from typing_extensions import override
+
+from lightning_pgroup import environment
+from lightning_pgroup.lightning_private import MultiProcessingLauncher
+from lightning_pgroup.policy import Event
+from lightning_pgroup.process_state import process_state
+from lightning_pgroup.records import LifecycleEvent
+from lightning_pgroup.stage_call import StageCall, check_devices
+from lightning_pgroup.team import Invitation
+
+if TYPE_CHECKING:
+    from lightning_pgroup.strategy import PGroupDDPStrategy
+
+_EVENTS = "lightning_pgroup_events"
+
+
+class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
+    """Lightning's launcher for workers. The parent hosts the store; a worker ends its group before it returns (F22, F23).
+
+    Args:
+        strategy: The strategy that it launches for.
+        start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+    """
+
+    def __init__(self, strategy: "PGroupDDPStrategy", start_method: Literal["spawn", "fork", "forkserver"] = "spawn") -> None:
+        super().__init__(strategy, start_method)
+        self._pgroup_strategy = strategy
+        self._invitation: Invitation | None = None
+        self._known_events = 0
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the workers, run ``function`` in each as one stage, and wait for them. Called in the parent."""
+        strategy = self._pgroup_strategy
+        check_devices(trainer, strategy.num_processes)
+        claim = strategy.claim()
+        state = process_state()
+        if claim.closed:
+            state.lifecycle.leave(state.lifecycle.enter(claim, "stage", None))
+        if trainer is not None:
+            state.lifecycle.next_trainer(trainer)
+        if strategy.num_nodes == 1:
+            self._invitation = state.membership.invite(strategy.num_processes, state.lifecycle.highest_generation)
+        call = StageCall(strategy, function, trainer)
+        try:
+            with environment.restored_afterwards():
+                return super().launch(call, *args, trainer=trainer, **kwargs)
+        finally:
+            if self._invitation is not None:
+                state.lifecycle.note_generation(state.membership.close_run(self._invitation))
+                self._invitation = None
+
+    @override
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        state = process_state()
+        state.membership.join(self._invitation)
+        if self._invitation is not None:
+            state.lifecycle.note_generation(self._invitation.highest)
+        self._known_events = len(self._pgroup_strategy.claim().events)
+        try:
+            super()._wrapping_function(process_idx, *args, **kwargs)
+        finally:
+            state.lifecycle.end_of_process(Event.WORKER_END)
+            state.membership.leave()
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        # Lightning computes the state dict in here, on all ranks, for the sake of metrics: only then may the group end.
+        output = super()._collect_rank_zero_results(trainer, results)
+        process_state().lifecycle.end_of_process(Event.WORKER_END)
+        if output is not None:
+            new = list(self._pgroup_strategy.claim().events)[self._known_events :]
+            output.extra[_EVENTS] = [asdict(event) for event in new]
+        return output
+
+    @override
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        """Take over what rank 0 has found out. Called in the parent after all workers have returned."""
+        events = (LifecycleEvent(**event) for event in extra.pop(_EVENTS, ()))
+        self._pgroup_strategy.claim().events.extend(events)
+        super().update_main_process_results(trainer, extra)

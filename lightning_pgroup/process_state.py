@@ -1,0 +1,72 @@
+"""The runtime state of this process: made on first use, ended at exit, and clean again after a fork.
+
+Importing the package or building a strategy makes none of it.
+"""
+
+import atexit
+import os
+import weakref
+from datetime import timedelta
+
+from torch.distributed import ProcessGroup
+
+from lightning_pgroup import c10d
+from lightning_pgroup.bounded import run_bounded
+from lightning_pgroup.lifecycle import Lifecycle
+from lightning_pgroup.membership import LEAVE_TIMEOUT, Membership
+from lightning_pgroup.policy import Event
+from lightning_pgroup.store import leak
+
+
+class ProcessState:
+    """What one process has: its membership in a run, and the owner of its group."""
+
+    def __init__(self, inherited: "weakref.ref[ProcessGroup] | None" = None) -> None:
+        self.membership = Membership()
+        self.lifecycle = Lifecycle(self.membership, inherited)
+
+    def end(self) -> None:
+        """End the group and leave the run. Bounded by ``destroy_timeout`` and 5 s."""
+        self.lifecycle.end_of_process(Event.EXIT)
+        # On a thread, since an operation on the store of a stopped process does not return.
+        run_bounded(self.membership.leave, LEAVE_TIMEOUT + timedelta(seconds=1), "leave")
+
+
+_state: ProcessState | None = None
+_inherited: "weakref.ref[ProcessGroup] | None" = None
+_registered = False
+
+
+def process_state() -> ProcessState:
+    """The state of this process, made on the first call."""
+    global _state, _registered
+    if _state is None:
+        _state = ProcessState(_inherited)
+    if not _registered:
+        _registered = True
+        atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_after_fork_in_child)
+    return _state
+
+
+def existing_process_state() -> ProcessState | None:
+    """The state of this process, if it was needed before."""
+    return _state
+
+
+def _at_exit() -> None:
+    if _state is not None:
+        _state.end()
+
+
+def _after_fork_in_child() -> None:
+    global _state, _inherited
+    # Stores and groups have threads, which stay behind in the parent. Torch's own bookkeeping is left as it is: the workers of
+    # a data loader ask it for their rank.
+    if _state is not None:
+        leak(_state)
+        _state = None
+    group = c10d.default_group()
+    if group is not None:
+        leak(group)
+        _inherited = weakref.ref(group)

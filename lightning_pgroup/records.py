@@ -1,0 +1,61 @@
+"""Records of what was done with the group and why: one frozen record and one log line each."""
+
+import logging
+from dataclasses import dataclass
+
+logger = logging.getLogger("lightning_pgroup")
+
+CREATED = "created"
+REUSED = "reused"
+ADOPTED = "adopted"
+DESTROYED = "destroyed"
+ABORTED = "aborted"
+LOST = "lost"
+
+_LEVELS = {ABORTED: logging.WARNING, LOST: logging.WARNING, REUSED: logging.DEBUG}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LifecycleEvent:
+    """One thing that was done with the group of this process.
+
+    Attributes:
+        what: ``"created"``, ``"reused"``, ``"adopted"`` (a group of other code is used), ``"destroyed"``, ``"aborted"``
+            or ``"lost"`` (other code ended our group).
+        why: The reason, in words.
+        generation: Number of the generation, agreed by all ranks; 0 for a group that is not ours.
+        policy: The names of the policies in force, sorted.
+        stage: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``, the name of a collective that was called between stages,
+            or ``""`` outside of all.
+        rank: This process's rank in the group.
+        world_size: Number of ranks of the group.
+        backend: Name of the group's backend.
+        start: When it began, seconds since the epoch on this host's clock.
+        duration: How long it took, seconds.
+    """
+
+    what: str
+    why: str
+    generation: int
+    policy: tuple[str, ...]
+    stage: str
+    rank: int
+    world_size: int
+    backend: str
+    start: float
+    duration: float
+
+    def log(self) -> None:
+        """Write the record's one log line."""
+        logger.log(
+            _LEVELS.get(self.what, logging.INFO),
+            "[rank %d/%d gen %d] process group (%s) %s%s in %.1f ms: %s",
+            self.rank,
+            self.world_size,
+            self.generation,
+            self.backend,
+            self.what,
+            f" for {self.stage}" if self.stage else "",
+            self.duration * 1e3,
+            self.why,
+        )

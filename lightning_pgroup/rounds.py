@@ -1,0 +1,212 @@
+"""Rounds: each rank says one thing, the last to arrive answers for all, and nobody waits without bound.
+
+Keys, all below the prefix of the run, with JSON or plain numbers as values:
+
+=========================  =============================================================================================
+``rank/<k>``               what rank ``k`` said last, and in which round; stays, so that a missing rank can be located
+``round/<r>/arrived``      how many ranks came to round ``r``
+``round/<r>/outcome``      the answer of round ``r``, or that it was abandoned and by whom; the first writer wins
+=========================  =============================================================================================
+
+A rank does a fixed number of store operations in a round, whatever the number of ranks. A rank that gives up writes that as
+the round's outcome, so that all others, also those that come later, leave the round too and meet again in the next one.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from lightning_pgroup.errors import RendezvousTimeoutError
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.02
+_LIVENESS_PERIOD = 0.5
+_GRACE = timedelta(seconds=5)
+_JOIN = 2.0
+
+Answer = Callable[[list[dict[str, Any]]], str]
+"""Makes the outcome of a round from what the ranks said, in rank order. Runs on one rank only, the last to arrive."""
+
+
+class Rounds:
+    """The rounds of one set of ranks over one store.
+
+    Args:
+        store: Where the ranks meet; already under a prefix of their own.
+        rank: This process's rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._number = 0
+        self._passed: list[int] = []
+        self._waiter: Store | None = None
+        self._waiting: threading.Thread | None = None
+
+    def run(
+        self,
+        said: dict[str, Any],
+        answer: Answer,
+        timeout: timedelta,
+        *,
+        check_peers: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Take part in the next round. Collective: every rank must call it; blocks at most ``timeout``.
+
+        Args:
+            said: What this rank says; plain JSON types.
+            answer: Makes the outcome; called on one rank only.
+            timeout: How long to wait for the other ranks.
+            check_peers: Called about twice a second while this rank waits; raises when waiting has become pointless.
+
+        Returns:
+            The outcome, equal on all ranks.
+
+        Raises:
+            RendezvousTimeoutError: Not all ranks came in time; the message names them.
+        """
+        start = time.monotonic()
+        deadline = start + timeout.total_seconds()
+        while True:
+            self._number += 1
+            number = self._number
+            self._say(said)
+            outcome = self._outcome(number, answer, deadline, check_peers)
+            if "abandoned" not in outcome:
+                self._passed = [number]
+                return str(outcome["answer"])
+            self._passed.append(number)
+            if outcome["abandoned"] == self._rank:
+                raise self._missing(number, said, time.monotonic() - start, timeout)
+            logger.debug("rank %d leaves round %d, abandoned by rank %s", self._rank, number, outcome["abandoned"])
+
+    def note(self, said: str) -> None:
+        """Leave a note of where this rank is, for the message of a peer that waits for it. One operation, never waits."""
+        self._say({"stage": said})
+
+    def _say(self, said: dict[str, Any]) -> None:
+        where = {"round": self._number, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        self._store.set(f"rank/{self._rank}", json.dumps({**where, "said": said}))
+
+    def _outcome(self, number: int, answer: Answer, deadline: float, check_peers: Callable[[], None]) -> dict[str, Any]:
+        key = f"round/{number}/outcome"
+        try:
+            if self._store.add(f"round/{number}/arrived", 1) == self._size:
+                return self._close(number, key, answer)
+            if self._wait(key, deadline, check_peers):
+                return _load(self._store.get(key))
+        except BaseException:
+            self._passed.append(number)
+            with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
+                self._abandon(key)
+            raise
+        return self._abandon(key)
+
+    def _abandon(self, key: str) -> dict[str, Any]:
+        """Write that this rank leaves the round, unless the round has an outcome already, and end its waiting thread."""
+        outcome = self._publish(key, {"abandoned": self._rank})
+        if self._waiting is not None:
+            # It must have seen the key before a later round deletes it.
+            self._waiting.join(_JOIN)
+            if self._waiting.is_alive():
+                self._waiter = None
+        return outcome
+
+    def _close(self, number: int, key: str, answer: Answer) -> dict[str, Any]:
+        keys = [f"rank/{rank}" for rank in range(self._size)]
+        at_once = self._store.has_extended_api()  # type: ignore[attr-defined]
+        values = self._store.multi_get(keys) if at_once else [self._store.get(one) for one in keys]
+        spoken = [_load(value) for value in values]
+        if any(one["round"] != number for one in spoken):
+            outcome = _load(self._store.get(key))  # whoever has moved on has abandoned this round before
+        else:
+            outcome = self._publish(key, {"answer": answer([one["said"] for one in spoken])})
+        if "abandoned" not in outcome:
+            self._delete_passed()
+        return outcome
+
+    def _publish(self, key: str, outcome: dict[str, Any]) -> dict[str, Any]:
+        return _load(self._store.compare_set(key, "", json.dumps(outcome)))
+
+    def _delete_passed(self) -> None:
+        # All ranks are in this round, so none will read a key of an earlier one again.
+        for number in self._passed:
+            self._store.delete_key(f"round/{number}/arrived")
+            self._store.delete_key(f"round/{number}/outcome")
+
+    def _wait(self, key: str, deadline: float, check_peers: Callable[[], None]) -> bool:
+        """Wait for ``key`` until ``deadline``, open to Ctrl-C and without holding the store's client."""
+        if not hasattr(self._store, "clone"):
+            return self._poll(key, deadline, check_peers)
+        if self._waiter is None:
+            self._waiter = self._store.clone()
+        waiter = self._waiter
+        done = threading.Event()
+        problem: list[Exception] = []
+        bound = timedelta(seconds=max(0.0, deadline - time.monotonic())) + _GRACE
+
+        def wait() -> None:
+            try:
+                waiter.wait([key], bound)
+            except Exception as error:
+                problem.append(error)
+            finally:
+                done.set()
+
+        # A wait in C++ is deaf to signals and holds its client's lock, so that it runs on a thread and a client of its own.
+        # Giving up writes the key, which ends that thread.
+        self._waiting = threading.Thread(target=wait, name="lightning-pgroup-wait", daemon=True)
+        self._waiting.start()
+        while not done.wait(min(_LIVENESS_PERIOD, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+            check_peers()
+        self._waiting.join()
+        if problem:
+            raise problem[0]
+        return True
+
+    def _poll(self, key: str, deadline: float, check_peers: Callable[[], None]) -> bool:
+        pause = threading.Event()
+        while not self._store.check([key]):
+            if time.monotonic() >= deadline:
+                return False
+            check_peers()
+            pause.wait(_POLL)
+        return True
+
+    def _missing(self, number: int, said: dict[str, Any], waited: float, timeout: timedelta) -> RendezvousTimeoutError:
+        missing = []
+        for rank in range(self._size):
+            key = f"rank/{rank}"
+            seen = _load(self._store.get(key)) if self._store.check([key]) else None
+            if seen is None:
+                missing.append(f"rank {rank} (never seen)")
+            elif seen["round"] != number and rank != self._rank:
+                at = datetime.fromtimestamp(seen["time"]).strftime("%H:%M:%S")
+                stage = seen["said"].get("stage", "")
+                missing.append(f"rank {rank} (last seen at {at}: {stage!r}, pid {seen['pid']} on {seen['host']})")
+        absent = f"{len(missing)} did not come: {'; '.join(missing)}" if missing else "the last of them came too late"
+        return RendezvousTimeoutError(
+            f"Rank {self._rank} of {self._size} waited {waited:.1f} s of {timeout.total_seconds():.1f} s for the other ranks"
+            f" to start {said.get('stage', '')!r}, but {absent}. Let all ranks run"
+            " the same stages in the same order; if a rank only needs longer, raise `rendezvous_timeout`."
+        )
+
+
+def _load(value: bytes) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(value)
+    return loaded

@@ -1,0 +1,104 @@
+"""Stores: where the ranks of one run meet. Hosts one, connects to one, or takes the one that the launcher brings.
+
+A store is kept for the whole life of the process; generations and rounds are prefixes in it, so that no port is ever bound
+twice and no rank ever meets a key of the past.
+"""
+
+import ctypes
+import logging
+import socket
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+
+
+class Endpoint(NamedTuple):
+    """Where a store listens."""
+
+    host: str
+    port: int
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Bind a listening socket on one address only and keep the port from this moment on.
+
+    Args:
+        host: The address to listen on.
+        port: The port; 0 lets the system choose a free one.
+
+    Raises:
+        OSError: The port is taken or the address is not one of this host.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(socket.SOMAXCONN)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def host_store(listener: socket.socket, timeout: timedelta) -> TCPStore:
+    """Host a store on a listening socket, which the store owns from then on. Does not wait for anybody.
+
+    Args:
+        listener: From :func:`listen`.
+        timeout: Bound of each operation on the store.
+    """
+    host, port = listener.getsockname()[:2]
+    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True)
+
+
+def connect_store(endpoint: Endpoint, timeout: timedelta) -> TCPStore:
+    """Connect to a store that another process hosts; waits at most ``timeout`` for it to listen."""
+    return TCPStore(endpoint.host, endpoint.port, None, False, timeout, wait_for_workers=False)
+
+
+def launcher_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """The store that an ``init_method`` stands for, by torch's own rendezvous.
+
+    Under torchrun that is a client of the agent's store, below a prefix for the attempt; else rank 0 hosts it.
+
+    Args:
+        init_method: ``tcp://host:port``, ``file://path`` or ``env://``.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        timeout: How long to wait for the host, or, on the host, for all ranks.
+    """
+    store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+    found: Store = store
+    found.set_timeout(timeout)
+    return found
+
+
+def delete_below(store: Store, prefix: str) -> int:
+    """Delete all keys below ``prefix`` in ``store``; returns their number.
+
+    Does nothing on a torch whose stores cannot list their keys (``list_keys`` is newer than torch 2.6): a few short keys of
+    each generation then stay in the store.
+    """
+    if not hasattr(store, "list_keys"):
+        return 0
+    # A prefix store puts a slash behind its prefix, so that "gen" stands for all keys that start with "gen/".
+    below = PrefixStore(prefix, store)
+    keys = below.list_keys()
+    for key in keys:
+        below.delete_key(key)
+    return len(keys)
+
+
+def leak(thing: object) -> None:
+    """Keep ``thing`` alive for ever.
+
+    In a forked child, the destructors of stores and groups would join threads that exist only in the parent.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,0 +1,308 @@
+"""The strategy: Lightning's DDP, with an owner for the process group."""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_pgroup.acquisition import GroupRequest
+from lightning_pgroup.claim import Claim
+from lightning_pgroup.config import Duration, check_backend, parse_config, parse_duration
+from lightning_pgroup.lightning_private import get_rank_zero_rank, reset_seed, set_rank_zero_rank
+from lightning_pgroup.membership import Place
+from lightning_pgroup.multiprocessing_launcher import PGroupMultiProcessingLauncher
+from lightning_pgroup.policy import DestroyPolicy, OnError, OnMismatch
+from lightning_pgroup.process_state import existing_process_state, process_state
+from lightning_pgroup.records import LifecycleEvent
+from lightning_pgroup.signature import GroupSignature, describe_options
+from lightning_pgroup.subprocess_launcher import PGroupSubprocessLauncher
+
+T = TypeVar("T")
+
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+_DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {
+    "self",
+    "module",
+    "device_ids",
+    "kwargs",
+}
+
+
+class PGroupDDPStrategy(DDPStrategy):
+    """``DDPStrategy`` that owns the default process group: it creates it, and destroys it by an explicit policy.
+
+    Args:
+        accelerator: As for ``DDPStrategy``; so are all arguments down to ``start_method``.
+        parallel_devices: See there.
+        cluster_environment: See there.
+        checkpoint_io: See there.
+        precision_plugin: See there.
+        ddp_comm_state: See there.
+        ddp_comm_hook: See there.
+        ddp_comm_wrapper: See there.
+        model_averaging_period: See there.
+        process_group_backend: See there.
+        timeout: Bound of each collective; seconds or a ``timedelta``; ``None`` is torch's default for the backend.
+        start_method: See there.
+        destroy: When the group ends: ``"on_teardown"`` (at the end of each stage), ``"per_trainer"`` (when another Trainer
+            starts a stage), ``"on_destructor"`` (when the last strategy that used it is collected or closed),
+            ``"on_error"`` (when a stage raises), ``"at_exit"``, ``"never"``; or a list: whichever comes first.
+        on_error: What happens to the group when a stage raises, before any ``on_exception`` hook: ``"abort"``,
+            ``"destroy"`` or ``"keep"``. The default is ``"abort"``, for ``destroy="never"`` it is ``"keep"``.
+        on_mismatch: What happens when the living group is another than the one a stage asks for: ``"recreate"``,
+            ``"reuse"`` (with a warning) or ``"error"``.
+        destroy_timeout: How long an orderly destroy may take, seconds or a ``timedelta``; then the group is aborted.
+        rendezvous_timeout: How long to wait at the start of a stage for ranks that do not come, seconds or a ``timedelta``;
+            ``None`` takes the group's ``timeout``.
+        init_method: ``"file://…"``, ``"tcp://…"`` or ``"env://"``: where the ranks meet, instead of the launcher's way.
+        pg_options: Options of the backend, as ``torch.distributed.init_process_group`` takes them.
+        **ddp_kwargs: Arguments of ``DistributedDataParallel``.
+
+    Raises:
+        ValueError: A wrong or contradictory value; the message lists the right ones.
+        TypeError: An argument that nobody knows, or a value of the wrong kind.
+    """
+
+    strategy_name = "pgroup_ddp"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: Duration | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
+        destroy: str | DestroyPolicy | Iterable[str | DestroyPolicy] = "per_trainer",
+        on_error: str | OnError | None = None,
+        on_mismatch: str | OnMismatch = "recreate",
+        destroy_timeout: Duration = 30.0,
+        rendezvous_timeout: Duration | None = None,
+        init_method: str | None = None,
+        pg_options: Any = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        self._config = parse_config(
+            destroy=destroy,
+            on_error=on_error,
+            on_mismatch=on_mismatch,
+            destroy_timeout=destroy_timeout,
+            rendezvous_timeout=rendezvous_timeout,
+            init_method=init_method,
+            pg_options=pg_options,
+        )
+        check_backend(process_group_backend)
+        if start_method not in _START_METHODS:
+            choices = ", ".join(map(repr, _START_METHODS))
+            raise ValueError(f"`start_method` must be one of {choices}, got {start_method!r}.")
+        unknown = sorted(set(ddp_kwargs) - _DDP_ARGUMENTS)
+        if unknown:
+            raise TypeError(
+                f"Neither `PGroupDDPStrategy` nor `DistributedDataParallel` knows {', '.join(map(repr, unknown))}. The latter"
+                f" takes: {', '.join(sorted(_DDP_ARGUMENTS))}."
+            )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=None if timeout is None else parse_duration("timeout", timeout),
+            start_method=start_method,
+            **ddp_kwargs,
+        )
+        self._claim: Claim | None = None
+
+    @property
+    def generation(self) -> int | None:
+        """Number of the living generation that this process owns; ``None`` without one, or for a group of other code."""
+        state = existing_process_state()
+        return None if state is None else state.lifecycle.generation
+
+    @property
+    def events(self) -> list[LifecycleEvent]:
+        """What was done with the group while this strategy used it, oldest first; at most the last 10,000 records.
+
+        With workers that are spawned or forked, the parent has those of rank 0, after the stage.
+        """
+        return [] if self._claim is None else list(self._claim.events)
+
+    def destroy_process_group(self) -> None:
+        """End the group now; nothing happens without one. The next stage or collective creates it anew.
+
+        To be called between stages, on each rank; not collective; blocks at most ``destroy_timeout``.
+
+        Raises:
+            PGroupError: A stage is running, or the group belongs to other code.
+        """
+        state = existing_process_state()
+        if state is not None:
+            state.lifecycle.destroy()
+
+    def close(self) -> None:
+        """Give up this strategy's claim to the group for good: it ends, unless another strategy uses it too.
+
+        The policy ``"never"`` keeps it all the same. To be called between stages, on each rank; may be called again; not
+        collective; blocks at most ``destroy_timeout``. Stages and collectives of a closed strategy raise.
+
+        Raises:
+            PGroupError: One of its stages is running.
+        """
+        process_state().lifecycle.close(self.claim())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def claim(self) -> Claim:
+        """This strategy's stake in the group of this process, made on the first call. For the launchers."""
+        if self._claim is None:
+            self._claim = Claim(self._config)
+            weakref.finalize(self, _give_up, self._claim).atexit = False
+        return self._claim
+
+    @property
+    def starts_ranks_itself(self) -> bool:
+        """Whether Lightning starts the ranks, so that their number is known to us. For the launchers."""
+        return isinstance(self.cluster_environment, LightningEnvironment)
+
+    @property
+    def _runs_alone(self) -> bool:
+        """Whether this is a stage of one rank, which each process of a run with more of them runs for itself."""
+        return self.starts_ranks_itself and self.num_processes * self.num_nodes == 1
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return 0 if self._runs_alone else super().local_rank
+
+    @override
+    def set_world_ranks(self) -> None:
+        rank = get_rank_zero_rank()
+        super().set_world_ranks()
+        if self._runs_alone and super().local_rank != 0:
+            # The process goes on to be a higher rank of its run for all that only rank 0 shows or logs.
+            set_rank_zero_rank(rank)
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = PGroupSubprocessLauncher(self, self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = PGroupMultiProcessingLauncher(self, start_method=self._start_method)
+
+    @override
+    def setup_distributed(self) -> None:
+        """Get the group of this stage. Collective; called by the Trainer on each rank at the start of each stage."""
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        with process_state().lifecycle.collective(self.claim(), "setup_distributed", self._request):
+            pass
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks. Collective; between stages too, where it creates the group if needed."""
+        with process_state().lifecycle.collective(self.claim(), "barrier", self._request) as distributed:
+            if distributed:
+                super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Send an object of one rank to all. Collective; between stages too, where it creates the group if needed."""
+        with process_state().lifecycle.collective(self.claim(), "broadcast", self._request) as distributed:
+            return super().broadcast(obj, src) if distributed else obj
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
+        """Reduce a tensor over all ranks. Collective; between stages too, where it creates the group if needed."""
+        with process_state().lifecycle.collective(self.claim(), "reduce", self._request) as distributed:
+            return super().reduce(tensor, group, reduce_op) if distributed else tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor of all ranks. Collective; between stages too, where it creates the group if needed."""
+        with process_state().lifecycle.collective(self.claim(), "all_gather", self._request) as distributed:
+            return super().all_gather(tensor, group, sync_grads) if distributed else tensor
+
+    @override
+    def teardown(self) -> None:
+        """Unwrap the model. The group lives on: Lightning calls this before ``on_fit_end`` and the ``teardown`` hooks (F8)."""
+        try:
+            super().teardown()
+        finally:
+            state = existing_process_state()
+            if self._claim is not None and state is not None:
+                state.lifecycle.finish(self._claim)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_claim": None}
+
+    def _request(self) -> GroupRequest:
+        assert self.cluster_environment is not None
+        environment = self.cluster_environment
+        config = self._config
+        size = self.num_nodes * self.num_processes
+        device = self.root_device
+
+        def default_init_method() -> str:
+            address = environment.main_address
+            host = f"[{address}]" if ":" in address else address
+            return f"tcp://{host}:{environment.main_port}"
+
+        return GroupRequest(
+            signature=GroupSignature(
+                backend=self._get_process_group_backend(),
+                world_size=size,
+                rank=self.global_rank,
+                timeout=None if self._timeout is None else self._timeout.total_seconds(),
+                device=str(device),
+                pg_options=describe_options(config.pg_options),
+                init_method=config.init_method or "",
+            ),
+            place=Place(
+                rank=self.global_rank,
+                size=size,
+                init_method=config.init_method,
+                default_init_method=default_init_method,
+                timeout=config.rendezvous_timeout or self._timeout or timedelta(minutes=30),
+            ),
+            device_id=None if device.type == "cpu" else device,
+            pg_options=config.pg_options,
+        )
+
+
+def _give_up(claim: Claim) -> None:
+    state = existing_process_state()
+    if state is not None:
+        state.lifecycle.collected(claim)

@@ -1,0 +1,96 @@
+"""Ranks as further runs of the user's script (``start_method="popen"``), or as processes that somebody else started."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+from typing_extensions import override
+
+from lightning_pgroup import environment
+from lightning_pgroup.lightning_private import SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_pgroup.process_state import process_state
+from lightning_pgroup.stage_call import StageCall, check_devices
+from lightning_pgroup.team import ENVIRONMENT_VARIABLE
+
+if TYPE_CHECKING:
+    from lightning_pgroup.strategy import PGroupDDPStrategy
+
+
+class PGroupSubprocessLauncher(SubprocessScriptLauncher):
+    """Lightning's launcher for scripts, which also hosts the store, counts the processes and marks where a stage ends.
+
+    Args:
+        strategy: The strategy that it launches for.
+        cluster_environment: As for Lightning's launcher.
+        num_processes: Ranks on this node.
+        num_nodes: Number of nodes.
+    """
+
+    def __init__(
+        self,
+        strategy: "PGroupDDPStrategy",
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._strategy = strategy
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the other ranks, if that is this launcher's task, and run ``function`` as one stage of this rank.
+
+        Called by the Trainer on each rank, at the start of each stage.
+
+        Raises:
+            WorldSizeError: There are not as many processes as the stage asks for.
+        """
+        check_devices(trainer, self.num_processes)
+        call = StageCall(self._strategy, function, trainer)
+        membership = process_state().membership
+        if self._strategy.starts_ranks_itself:
+            membership.check_size(self.num_processes * self.num_nodes)
+        if self.num_processes * self.num_nodes == 1:
+            return self._launch_alone(call, *args, **kwargs)
+        membership.check_children()
+        if membership.children:
+            self.procs = list(membership.children)  # so that `kill` reaches the ranks that an earlier Trainer has started
+        return super().launch(call, *args, trainer=trainer, **kwargs)
+
+    def _launch_alone(self, call: StageCall, *args: Any, **kwargs: Any) -> Any:
+        """Run a stage of one rank: there is no process to start, and the environment shows no rank afterwards (F27)."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        set_num_threads_if_needed(num_processes=self.num_processes)
+        if self.cluster_environment.creates_processes_externally:
+            return call(*args, **kwargs)
+        with environment.restored_afterwards():
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+            os.environ["NODE_RANK"] = str(self.cluster_environment.node_rank())
+            os.environ["LOCAL_RANK"] = str(self.cluster_environment.local_rank())
+            os.environ["WORLD_SIZE"] = "1"
+            return call(*args, **kwargs)
+
+    @override
+    def _call_children_scripts(self) -> None:
+        before = environment.snapshot()
+        state = process_state()
+        membership = state.membership
+        # Over several nodes each node starts its own ranks, and all meet at the main address.
+        invitation = membership.invite(self.num_processes, state.lifecycle.highest_generation) if self.num_nodes == 1 else None
+        try:
+            if invitation is not None:
+                os.environ[ENVIRONMENT_VARIABLE] = invitation.to_environment()
+            super()._call_children_scripts()
+        except BaseException:
+            for child in self.procs:
+                child.kill()
+            environment.restore(before)
+            raise
+        finally:
+            os.environ.pop(ENVIRONMENT_VARIABLE, None)
+        membership.children = tuple(self.procs)
+        if invitation is not None:
+            membership.join(invitation)

@@ -1,0 +1,53 @@
+"""The leak police: no test may leave a thread, a descriptor, a group, a variable or a hook behind in this process."""
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_pgroup  # noqa: F401  (imported here, so that forked ranks are warm)
+from lightning_pgroup.store import LOOPBACK, host_store, listen
+from tests.ranks import open_descriptors
+
+torch.set_num_threads(1)
+host_store(listen(LOOPBACK), timedelta(seconds=5))  # libuv keeps two descriptors from its first loop on, for ever
+warnings.filterwarnings("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks():
+    environ, hook = dict(os.environ), sys.excepthook
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    assert not dist.is_initialized(), "the test has left a process group"
+    assert sys.excepthook is hook, "the test has changed sys.excepthook"
+    ignored = {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "OMP_NUM_THREADS"}
+    after = {k: v for k, v in os.environ.items() if k not in ignored}
+    assert after == {k: v for k, v in environ.items() if k not in ignored}, "the test has changed os.environ"
+    left = [t for t in threading.enumerate() if t not in threads and t.is_alive() and not t.name.startswith("pytest")]
+    for thread in left:
+        thread.join(5)
+    assert not [t for t in left if t.is_alive()], "the test has left threads"
+    assert {n: signal.getsignal(n) for n in handlers} == handlers, "the test has changed signal handlers"
+    assert _settles(lambda: open_descriptors() <= descriptors), "the test has left descriptors open"
+
+
+def _settles(condition):
+    """Whether ``condition`` holds within 3 s: a store's server closes its sockets on a thread of its own."""
+    gc.collect()
+    pause, until = threading.Event(), time.monotonic() + 3
+    while not condition() and time.monotonic() < until:
+        pause.wait(0.02)
+    return condition()

@@ -1,0 +1,55 @@
+"""Each private name of Lightning that we use, so that a release that moves one says which."""
+
+import inspect
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_pgroup import lightning_private
+from lightning_pgroup.multiprocessing_launcher import PGroupMultiProcessingLauncher
+from lightning_pgroup.strategy import PGroupDDPStrategy
+from lightning_pgroup.subprocess_launcher import PGroupSubprocessLauncher
+from tests.models import make_trainer
+
+
+@pytest.mark.parametrize("name", lightning_private.__all__)
+def test_name_is_there(name):
+    assert callable(getattr(lightning_private, name))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "method"),
+    [
+        (PGroupSubprocessLauncher, lightning_private.SubprocessScriptLauncher, "_call_children_scripts"),
+        (PGroupSubprocessLauncher, lightning_private.SubprocessScriptLauncher, "launch"),
+        (PGroupMultiProcessingLauncher, lightning_private.MultiProcessingLauncher, "_wrapping_function"),
+        (PGroupMultiProcessingLauncher, lightning_private.MultiProcessingLauncher, "_collect_rank_zero_results"),
+        (PGroupMultiProcessingLauncher, lightning_private.MultiProcessingLauncher, "update_main_process_results"),
+        (PGroupMultiProcessingLauncher, lightning_private.MultiProcessingLauncher, "launch"),
+        (PGroupDDPStrategy, DDPStrategy, "setup_distributed"),
+        (PGroupDDPStrategy, DDPStrategy, "_configure_launcher"),
+        (PGroupDDPStrategy, DDPStrategy, "set_world_ranks"),
+    ],
+)
+def test_a_method_that_we_override_is_there(ours, theirs, method):
+    assert method in vars(ours)
+    assert hasattr(theirs, method), f"Lightning has moved {theirs.__name__}.{method}"
+
+
+def test_attributes_that_we_read():
+    launcher = lightning_private.SubprocessScriptLauncher(None, 1, 1)
+    assert launcher.procs == []
+    strategy = PGroupDDPStrategy()
+    for name in ("_process_group_backend", "_timeout", "_start_method", "_launcher"):
+        assert hasattr(strategy, name), name
+    assert "_call_children_scripts" in inspect.getsource(lightning_private.SubprocessScriptLauncher.launch)
+
+
+def test_requested_devices():
+    assert lightning_private.requested_devices(make_trainer(devices=3)) == 3
+
+
+def test_ours_takes_all_arguments_of_lightnings_in_their_order():
+    ours = [p for p in inspect.signature(PGroupDDPStrategy.__init__).parameters]
+    theirs = [p for p in inspect.signature(DDPStrategy.__init__).parameters if p != "kwargs"]
+    assert ours[: len(theirs)] == theirs

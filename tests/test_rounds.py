@@ -1,0 +1,224 @@
+"""Rounds over real stores, with threads as ranks."""
+
+import contextlib
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import FileStore, HashStore, PrefixStore
+
+from lightning_pgroup.errors import RendezvousTimeoutError
+from lightning_pgroup.rounds import Rounds
+from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, host_store, listen
+
+LONG = timedelta(seconds=20)
+SHORT = timedelta(seconds=0.2)
+
+
+def everything(said):
+    return json.dumps([one["stage"] for one in said])
+
+
+@pytest.fixture(params=["hash", "tcp", "file"])
+def stores(request, tmp_path):
+    """A function that gives each rank its own store client."""
+    if request.param == "hash":
+        shared = HashStore()
+        yield lambda: shared
+    elif request.param == "file":
+        yield lambda: FileStore(str(tmp_path / "store"), -1)
+    else:
+        hosts = [host_store(listen(LOOPBACK), LONG)]
+        yield lambda: connect_store(Endpoint(LOOPBACK, hosts[0].port), LONG)
+        hosts.clear()  # pytest holds the function, and would hold the store, until after the check for leaks
+
+
+def in_threads(count, function):
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(function, index) for index in range(count)]
+        return [future.result(30) for future in futures]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_all_ranks_get_the_answer_of_the_last(stores, size):
+    rounds = [Rounds(PrefixStore("run", stores()), rank, size) for rank in range(size)]
+
+    def run(rank):
+        return [rounds[rank].run({"stage": f"{number}-{rank}"}, everything, LONG) for number in range(20)]
+
+    answers = in_threads(size, run)
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0] == [json.dumps([f"{number}-{rank}" for rank in range(size)]) for number in range(20)]
+
+
+def test_keys_stay_few(stores):
+    watcher = stores()
+    rounds = [Rounds(PrefixStore("run", stores()), rank, 2) for rank in range(2)]
+
+    def run(rank, count):
+        for _ in range(count):
+            rounds[rank].run({"stage": "fit"}, everything, LONG)
+
+    in_threads(2, lambda rank: run(rank, 3))
+    early = len(watcher.list_keys())
+    in_threads(2, lambda rank: run(rank, 50))
+    assert len(watcher.list_keys()) == early <= 5
+
+
+def test_a_missing_rank_is_named_and_located(stores):
+    store = PrefixStore("run", stores())
+    rounds = [Rounds(store, rank, 3) for rank in range(3)]
+    in_threads(3, lambda rank: rounds[rank].run({"stage": "fit"}, everything, LONG))
+    rounds[2].note("finished fit")
+
+    def late(rank):
+        with pytest.raises(RendezvousTimeoutError) as caught:
+            rounds[rank].run({"stage": "test"}, everything, SHORT)
+        return str(caught.value)
+
+    text = late(0)
+    assert "Rank 0 of 3 waited 0.2 s of 0.2 s" in text
+    assert "rank 1 (last seen at " in text
+    assert "rank 2 (last seen at " in text
+    assert "'finished fit'" in text
+
+
+def test_a_rank_that_never_came_is_said_to_be_so():
+    rounds = Rounds(HashStore(), 1, 2)
+    with pytest.raises(RendezvousTimeoutError, match=r"1 did not come: rank 0 \(never seen\)"):
+        rounds.run({"stage": "fit"}, everything, SHORT)
+
+
+def test_a_timeout_is_also_a_timeout_error_and_a_runtime_error():
+    assert issubclass(RendezvousTimeoutError, TimeoutError)
+    assert issubclass(RendezvousTimeoutError, RuntimeError)
+
+
+def test_after_a_round_was_abandoned_all_meet_in_the_next(stores):
+    rounds = [Rounds(PrefixStore("run", stores()), rank, 2) for rank in range(2)]
+    for _ in range(3):
+        with pytest.raises(RendezvousTimeoutError):
+            rounds[0].run({"stage": "early"}, everything, SHORT)
+    # Rank 1 comes late to three abandoned rounds, passes all of them, and meets rank 0 in the fourth.
+    answers = in_threads(2, lambda rank: rounds[rank].run({"stage": f"met {rank}"}, everything, LONG))
+    assert answers == [json.dumps(["met 0", "met 1"])] * 2
+
+
+def test_many_abandoned_rounds_leave_no_keys(stores):
+    watcher = stores()
+    rounds = [Rounds(PrefixStore("run", stores()), rank, 2) for rank in range(2)]
+    for _ in range(5):
+        with pytest.raises(RendezvousTimeoutError):
+            rounds[1].run({"stage": "x"}, everything, timedelta(seconds=0.01))
+    for _ in range(2):
+        in_threads(2, lambda rank: rounds[rank].run({"stage": "y"}, everything, LONG))
+    assert len(watcher.list_keys()) <= 5
+
+
+def test_an_interrupt_abandons_the_round():
+    store = HashStore()
+    rounds = [Rounds(store, rank, 2) for rank in range(2)]
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rounds[0].run({"stage": "fit"}, everything, LONG, check_peers=interrupt)
+    answers = in_threads(2, lambda rank: rounds[rank].run({"stage": "next"}, everything, LONG))
+    assert answers == [json.dumps(["next", "next"])] * 2
+
+
+def test_a_failing_answer_frees_the_others():
+    store = HashStore()
+    rounds = [Rounds(store, rank, 2) for rank in range(2)]
+    waiting = threading.Event()
+
+    def broken(said):
+        raise ZeroDivisionError
+
+    def first():
+        with contextlib.suppress(RendezvousTimeoutError):
+            rounds[0].run({"stage": "fit"}, everything, timedelta(seconds=1), check_peers=waiting.set)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert waiting.wait(10)
+    with pytest.raises(ZeroDivisionError):
+        rounds[1].run({"stage": "fit"}, broken, LONG)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_waiting_is_open_to_other_threads_of_the_client():
+    """F21: a blocking wait holds the lock of its client; ours has a client of its own."""
+    host = host_store(listen(LOOPBACK), LONG)
+    client = connect_store(Endpoint(LOOPBACK, host.port), LONG)
+    rounds = Rounds(client, 0, 2)
+    waiting = threading.Event()
+    took = []
+
+    def other():
+        assert waiting.wait(10)
+        start = time.monotonic()
+        client.set("x", "1")
+        assert client.get("x") == b"1"
+        took.append(time.monotonic() - start)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(RendezvousTimeoutError):
+        rounds.run({"stage": "fit"}, everything, timedelta(seconds=3), check_peers=waiting.set)
+    thread.join()
+    assert took[0] < 1.0
+
+
+class WithoutClone:
+    """A store as older versions of torch have it."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        if name == "clone":
+            raise AttributeError(name)
+        return getattr(self._store, name)
+
+
+def test_a_store_without_clone_is_polled():
+    store = WithoutClone(HashStore())
+    rounds = [Rounds(store, rank, 2) for rank in range(2)]
+    assert in_threads(2, lambda rank: rounds[rank].run({"stage": str(rank)}, everything, LONG)) == ['["0", "1"]'] * 2
+    with pytest.raises(RendezvousTimeoutError):
+        rounds[0].run({"stage": "x"}, everything, SHORT)
+
+
+class Counting:
+    """Counts the operations that go through it."""
+
+    def __init__(self, store):
+        self._store = store
+        self.count = 0
+
+    def __getattr__(self, name):
+        attribute = getattr(self._store, name)
+        if callable(attribute) and name not in ("clone", "has_extended_api"):
+            self.count += 1
+        return attribute
+
+
+def test_operations_per_rank_do_not_depend_on_the_number_of_ranks():
+    most = {}
+    for size in (2, 8, 32):
+        store = HashStore()
+        clients = [Counting(store) for _ in range(size)]
+        rounds = [Rounds(client, rank, size) for rank, client in enumerate(clients)]
+        for _ in range(2):
+            in_threads(size, lambda rank, rounds=rounds: rounds[rank].run({"stage": "fit"}, everything, LONG))
+        for client in clients:
+            client.count = 0
+        in_threads(size, lambda rank, rounds=rounds: rounds[rank].run({"stage": "fit"}, everything, LONG))
+        most[size] = max(client.count for client in clients)
+    assert most[2] == most[8] == most[32] <= 8

@@ -1,0 +1,88 @@
+"""The store: bound before anybody is told of it, on loopback only, without a pickle in it."""
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import psutil
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, delete_below, host_store, listen
+from lightning_pgroup.team import ENVIRONMENT_VARIABLE, Invitation, Team
+
+LONG = timedelta(seconds=20)
+
+
+def listening_addresses(port):
+    connections = psutil.Process().net_connections("tcp")
+    return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+
+
+def test_f18_the_store_listens_on_loopback_only_and_keeps_its_port():
+    listener = listen(LOOPBACK)
+    port = listener.getsockname()[1]
+    with pytest.raises(OSError, match="in use"):
+        listen(LOOPBACK, port)
+    store = host_store(listener, LONG)
+    assert store.port == port
+    assert listening_addresses(port) == {LOOPBACK}
+    with pytest.raises(OSError, match="in use"):
+        listen(LOOPBACK, port)
+
+
+def test_f18_plain_store_listens_on_all_interfaces():
+    from torch.distributed import TCPStore
+
+    store = TCPStore(LOOPBACK, 0, None, True, LONG, wait_for_workers=False)
+    assert listening_addresses(store.port) - {LOOPBACK}
+
+
+def test_the_port_accepts_connections_from_the_moment_it_is_chosen():
+    listener = listen(LOOPBACK)
+    early = socket.create_connection(listener.getsockname()[:2])
+    store = host_store(listener, LONG)
+    client = connect_store(Endpoint(LOOPBACK, store.port), LONG)
+    client.set("x", "1")
+    assert store.get("x") == b"1"
+    early.close()
+
+
+def test_a_hundred_stores_at_the_same_moment_never_meet_a_port_in_use():
+    with ThreadPoolExecutor(20) as pool:
+        stores = list(pool.map(lambda _: host_store(listen(LOOPBACK), LONG), range(100)))
+    assert len({store.port for store in stores}) == 100
+
+
+def test_delete_below_touches_nothing_else():
+    store = HashStore()
+    for key in ("a/b/1", "a/b/2", "a/c", "ab"):
+        store.set(key, "x")
+    assert delete_below(PrefixStore("a", store), "b") == 2
+    assert sorted(store.list_keys()) == ["a/c", "ab"]
+
+
+def test_delete_below_without_list_keys():
+    assert delete_below(object(), "a") == 0
+
+
+def test_invitation_is_taken_from_the_environment_once(monkeypatch):
+    invitation = Invitation.to(Endpoint(LOOPBACK, 1234), 4, 7)
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, invitation.to_environment())
+    assert Invitation.take_from_environment() == invitation
+    assert Invitation.take_from_environment() is None
+    json.loads(invitation.to_environment())
+
+
+def test_a_run_is_cleaned_up_and_tells_its_highest_generation():
+    store = HashStore()
+    invitation = Invitation.to(Endpoint(LOOPBACK, 1), 1, 3)
+    assert Team.clean_up(store, invitation) == 3
+    team = Team(store, invitation.run, 0, 1, is_host=True)
+    for generation in (4, 5):
+        team.open_generation(generation)
+        team.generation_store(generation).set("address", "x")
+    assert len([key for key in store.list_keys() if "/gen/" in key]) == 1
+    assert Team.clean_up(store, invitation) == 5
+    assert store.list_keys() == []
