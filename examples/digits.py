@@ -37,11 +37,11 @@ class Digits(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Batches for training; Lightning gives each rank its share."""
-        return DataLoader(self.train, self.batch_size, shuffle=True)
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
 
     def test_dataloader(self) -> DataLoader:
         """Batches for the test."""
-        return DataLoader(self.test, self.batch_size)
+        return DataLoader(self.test, batch_size=self.batch_size)
 
 
 class Network(LightningModule):

@@ -20,6 +20,7 @@ from lightning_pgroup.custody import Custody
 from lightning_pgroup.errors import GroupLostError, PGroupError, StrategyClosedError
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.policy import Event, OnError, Ownership
+from lightning_pgroup.transport import RELEASE_TIMEOUT, finish_releases
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,8 @@ class Lifecycle:
             self._stages.remove(stage)
             claim.running -= 1
             nested = bool(self._stages)
+            if nested and self._stages[-1].acquired:
+                self._custody.use(self._stages[-1])  # the stage around it goes on using the group, by its own policies
             if tuner_exit:
                 self._end_later(claim, Event.STAGE_END)
             elif error is None:
@@ -239,6 +242,7 @@ class Lifecycle:
         with self._exclusive():
             self._pending.clear()
             self._custody.apply(event)
+        finish_releases(RELEASE_TIMEOUT)
 
     def _end_later(self, claim: Claim, event: Event) -> None:
         claim.pending = True

@@ -14,7 +14,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -22,6 +21,7 @@ from typing_extensions import override
 from lightning_pgroup.acquisition import GroupRequest
 from lightning_pgroup.claim import Claim
 from lightning_pgroup.config import Duration, check_backend, parse_config, parse_duration
+from lightning_pgroup.lent_parts import LentParts
 from lightning_pgroup.lightning_private import get_rank_zero_rank, reset_seed, set_rank_zero_rank
 from lightning_pgroup.membership import Place
 from lightning_pgroup.multiprocessing_launcher import PGroupMultiProcessingLauncher
@@ -42,7 +42,7 @@ _DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).p
 }
 
 
-class PGroupDDPStrategy(DDPStrategy):
+class PGroupDDPStrategy(LentParts):
     """``DDPStrategy`` that owns the default process group: it creates it, and destroys it by an explicit policy.
 
     Args:
@@ -138,6 +138,7 @@ class PGroupDDPStrategy(DDPStrategy):
             **ddp_kwargs,
         )
         self._claim: Claim | None = None
+        self._is_built = True
 
     @property
     def generation(self) -> int | None:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from datetime import timedelta
 
 from torch.distributed import ProcessGroup
@@ -13,6 +14,11 @@ logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT = timedelta(seconds=5)
 """How long an abort may take; backends are expected to return from it at once."""
+
+RELEASE_TIMEOUT = timedelta(seconds=1)
+"""How long the end of a process waits for the destructors of aborted groups."""
+
+_releasing: list[threading.Thread] = []
 
 
 def shut_down(groups: list[ProcessGroup], timeout: timedelta) -> bool:
@@ -50,6 +56,7 @@ def abort(groups: list[ProcessGroup]) -> bool:
     Returns:
         Whether the backends returned in time.
     """
+    _releasing[:] = [thread for thread in _releasing if thread.is_alive()]
     doomed = list(groups)
     groups.clear()
 
@@ -62,8 +69,17 @@ def abort(groups: list[ProcessGroup]) -> bool:
 
     finished = run_bounded(run, ABORT_TIMEOUT, "abort")
     # A destructor may wait for work that never ends; whoever aborts must not wait for it.
-    threading.Thread(target=doomed.clear, name="lightning-pgroup-release", daemon=True).start()
+    thread = threading.Thread(target=doomed.clear, name="lightning-pgroup-release", daemon=True)
+    _releasing.append(thread)
+    thread.start()
     return finished
+
+
+def finish_releases(timeout: timedelta) -> None:
+    """Wait, at most ``timeout``, for the destructors of aborted groups: the interpreter must not end in the middle of one."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while _releasing:
+        _releasing.pop().join(max(0.0, deadline - time.monotonic()))
 
 
 def _shut_down_one(group: ProcessGroup) -> Exception | None:

@@ -37,7 +37,7 @@ class TinyData(LightningDataModule):
         self.rows = TensorDataset(torch.randn(rows, 4, generator=generator))
 
     def train_dataloader(self):
-        return DataLoader(self.rows, 4)
+        return DataLoader(self.rows, batch_size=4)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 

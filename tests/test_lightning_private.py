@@ -50,6 +50,6 @@ def test_requested_devices():
 
 
 def test_ours_takes_all_arguments_of_lightnings_in_their_order():
-    ours = [p for p in inspect.signature(PGroupDDPStrategy.__init__).parameters]
+    ours = list(inspect.signature(PGroupDDPStrategy.__init__).parameters)
     theirs = [p for p in inspect.signature(DDPStrategy.__init__).parameters if p != "kwargs"]
     assert ours[: len(theirs)] == theirs
