@@ -47,8 +47,11 @@ def run_ranks(
     deadline: float = DEADLINE,
     check_leaks: bool = True,
     expect_death: frozenset[int] | set[int] = frozenset(),
+    bare: bool = False,
 ) -> list[Any]:
     """Run ``function(rank)`` on forked ranks, as Lightning's popen launcher would have started them.
+
+    With ``bare`` the processes are no ranks of anything, but as a user's shell would have started them.
 
     Returns the values in rank order. Raises :class:`RankFailure` with the traceback or the stack of each rank that failed.
     """
@@ -58,7 +61,9 @@ def run_ranks(
     with free_port() as port, tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("fork")
         processes = [
-            context.Process(target=_rank_main, args=(function, rank, size, invitation, listener, port, folder, check_leaks))
+            context.Process(
+                target=_rank_main, args=(function, rank, size, invitation, listener, port, folder, check_leaks, bare)
+            )
             for rank in range(size)
         ]
         for process in processes:
@@ -95,24 +100,25 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _rank_main(function, rank, size, invitation, listener, port, folder, check_leaks) -> None:
+def _rank_main(function, rank, size, invitation, listener, port, folder, check_leaks, bare) -> None:
     path = Path(folder)
     stacks = (path / f"{rank}.stack").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size))
-    os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))
+    if not bare:
+        os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size))
+        os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))
     torch.set_num_threads(1)
     result = RankResult()
     hook, before = sys.excepthook, dict(os.environ)
     handlers = _handlers()
     try:
-        if rank != 0:
+        if bare or rank != 0:
             listener.close()
+        if not bare and rank != 0:
             os.environ[ENVIRONMENT_VARIABLE] = invitation.to_environment()
-        membership = process_state().membership
-        if rank == 0:
-            membership.host(listener)
-            membership.join(invitation)
+        if not bare and rank == 0:
+            process_state().membership.host(listener)
+            process_state().membership.join(invitation)
         result.value = function(rank)
         process_state().end()
         if check_leaks:
@@ -152,7 +158,7 @@ def _leaks(hook, before, handlers) -> list[str]:
 
 def _collect(processes, folder: Path, deadline: float) -> list[RankResult]:
     results = []
-    for rank, process in enumerate(processes):
+    for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         results.append(RankResult(exit_code=process.exitcode))
     hung = [rank for rank, process in enumerate(processes) if process.exitcode is None]

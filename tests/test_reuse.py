@@ -181,7 +181,7 @@ def test_f25_plain_ddp_fails_in_every_later_trainer():
         results = []
         strategy = DDPStrategy(timeout=timedelta(seconds=2))
         trainer = make_trainer(strategy, callbacks=[RaisesOn(0, "on_train_batch_start")])
-        for attempt in range(2):
+        for _ in range(2):
             try:
                 trainer.fit(TinyModel(), datamodule=TinyData())
                 results.append(None)

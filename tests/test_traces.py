@@ -44,7 +44,7 @@ def test_a_thousand_stages_leave_no_trace():
                     "descriptors": open_descriptors(),
                     "threads": len(os.listdir("/proc/self/task")),
                     "python threads": threading.active_count(),
-                    "keys": hosted.num_keys() // 8 if hosted else 0,
+                    "keys": hosted.num_keys() if hosted else 0,
                     "excepthook": hook_depth(),
                     "atexit": atexit._ncallbacks(),
                     "memory": psutil.Process().memory_info().rss,
@@ -56,8 +56,9 @@ def test_a_thousand_stages_leave_no_trace():
         assert same_environ
         first, half, last = marks[10], marks[STAGES // 2], marks[STAGES]
         for name in first:
-            if name != "memory":
+            if name not in ("memory", "keys"):
                 assert last[name] == first[name], (name, marks)
+        assert last["keys"] <= first["keys"] + 2, marks  # the peer may have gone on to the next round by one or two keys
         # The allocator settles in the first stages; what a leak of one group per stage would cost is 100 times as much.
         assert last["memory"] - half["memory"] < 2 << 20, marks
         assert last["memory"] - first["memory"] < 8 << 20, marks

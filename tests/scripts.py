@@ -1,0 +1,95 @@
+"""Runs of whole scripts, as users start them: in a session of its own, with a deadline, and no process left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parent.parent
+
+PREAMBLE = """
+import logging, os, sys, warnings
+warnings.filterwarnings("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+import torch, torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_pgroup import *
+from tests.models import TinyData, TinyModel, make_trainer, whats
+
+def say(*words):
+    print(" ".join(["SAY", os.environ.get("LOCAL_RANK", "-"), *map(str, words)]) + "\\n", end="", flush=True)
+
+def main():
+"""
+
+EPILOGUE = """
+if __name__ == "__main__":
+    main()
+"""
+
+
+@dataclass
+class Run:
+    code: int
+    out: str
+    err: str
+
+    def said(self, rank: object = None) -> list[str]:
+        """What the ranks said, sorted by rank; or what one of them said, without its number."""
+        lines = [line[4:] for line in self.out.splitlines() if line.startswith("SAY ")]
+        if rank is None:
+            return sorted(lines)
+        return [line.split(" ", 1)[1] for line in lines if line.startswith(f"{rank} ")]
+
+
+def start(body: str, folder: Path, *, launcher: list[str] | None = None, args: list[str] | None = None) -> subprocess.Popen:
+    """Start a script whose ``main`` has ``body``."""
+    path = folder / "script.py"
+    path.write_text(PREAMBLE + textwrap.indent(textwrap.dedent(body), "    ") + EPILOGUE)
+    command = [*(launcher or [sys.executable]), str(path), *(args or [])]
+    environ = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")}
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, cwd=folder, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 90) -> Run:
+    """Wait for a script; its whole session is killed when it takes too long, or leaves a process behind."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as expired:
+        _kill_session(process.pid)
+        out, err = process.communicate()
+        raise AssertionError(f"the script hung for {timeout} s:\n{out}\n{err}") from expired
+    left = _session(process.pid)
+    _kill_session(process.pid)
+    assert not left, f"the script has left processes: {left}\n{out}\n{err}"
+    return Run(process.returncode, out, err)
+
+
+def run(body: str, folder: Path, *, timeout: float = 90, **kwargs) -> Run:
+    """Start a script and wait for it."""
+    return finish(start(body, folder, **kwargs), timeout)
+
+
+def _session(leader: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _kill_session(leader: int) -> None:
+    for process in _session(leader):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)

@@ -1,0 +1,179 @@
+"""Whole scripts under the real launchers: `python script.py` and `torchrun`."""
+
+import sys
+
+import pytest
+
+from tests.scripts import finish, run, start
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+
+TWO_SIZES = """
+steps = []
+for devices in (1, 2):
+    before = {k: os.environ.get(k) for k in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    strategy = %s
+    trainer = make_trainer(strategy, devices=devices, limit_train_batches=100)
+    trainer.fit(TinyModel(), datamodule=TinyData(rows=32))
+    size = dist.get_world_size() if dist.is_initialized() else 0
+    say("devices", devices, "group", size, "steps", trainer.global_step, "rank", trainer.global_rank)
+"""
+
+
+def test_f27_one_device_then_two(tmp_path):
+    done = run(TWO_SIZES % "PGroupDDPStrategy(destroy='at_exit')", tmp_path)
+    assert done.code == 0, done.err
+    assert done.said() == [
+        "- devices 1 group 1 steps 8 rank 0",
+        "0 devices 2 group 2 steps 4 rank 0",
+        "1 devices 1 group 1 steps 8 rank 0",
+        "1 devices 2 group 2 steps 4 rank 1",
+    ]
+
+
+def test_f27_plain_ddp_trains_on_half_of_the_data_without_a_word(tmp_path):
+    done = run(TWO_SIZES % "DDPStrategy()", tmp_path)
+    assert done.code == 0
+    assert done.said()[-1] == "0 devices 2 group 1 steps 4 rank 0"
+    assert len(done.said()) == 2, "no second process was started"
+
+
+SWEEP = """
+for number in range(3):
+    strategy = PGroupDDPStrategy(destroy="on_teardown")
+    trainer = make_trainer(strategy)
+    trainer.fit(TinyModel(), datamodule=TinyData())
+    trainer.test(TinyModel(), datamodule=TinyData(), verbose=False)
+    say(number, *(f"{e.what}{e.generation}" for e in strategy.events))
+"""
+
+
+@pytest.mark.parametrize("launcher", [None, TORCHRUN], ids=["python", "torchrun"])
+def test_a_sweep(launcher, tmp_path):
+    done = run(SWEEP, tmp_path, launcher=launcher)
+    assert done.code == 0, done.err
+    for rank in range(2):
+        assert done.said(rank) == [
+            f"{n} created{2 * n + 1} destroyed{2 * n + 1} created{2 * n + 2} destroyed{2 * n + 2}" for n in range(3)
+        ]
+
+
+def test_f34_a_single_device_test_after_a_fit(tmp_path):
+    """With "on_teardown" the group is gone, so that each process tests alone and counts each sample once."""
+    done = run(
+        """
+        from torchmetrics import SumMetric
+
+        class Counts(TinyModel):
+            def __init__(self):
+                super().__init__()
+                self.count = SumMetric()
+
+            def test_step(self, batch, batch_idx):
+                self.count.update(len(batch[0]))
+
+            def on_test_epoch_end(self):
+                self.log("count", self.count.compute())
+
+        model = Counts()
+        make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(model, datamodule=TinyData())
+        single = make_trainer("auto", devices=1, limit_test_batches=100)
+        say(single.test(model, datamodule=TinyData(16), verbose=False)[0]["count"])
+        """,
+        tmp_path,
+    )
+    assert done.code == 0, done.err
+    assert done.said() == ["0 16.0", "1 16.0"]
+
+
+def test_four_jobs_at_the_same_moment(tmp_path):
+    jobs = []
+    for number in range(4):
+        (tmp_path / str(number)).mkdir()
+        jobs.append(start(SWEEP, tmp_path / str(number)))
+    for job in jobs:
+        done = finish(job, timeout=110)
+        assert done.code == 0, done.err
+        assert len(done.said()) == 6
+        assert "in use" not in done.err
+
+
+QUIET_ENDS = {
+    "return": ("pass", 0),
+    "sys.exit(3)": ("sys.exit(3)", 3),
+    "exception": ("raise ValueError('the end')", 1),
+}
+
+
+@pytest.mark.parametrize("end", QUIET_ENDS, ids=str)
+def test_the_interpreter_exits_at_once_quietly_and_with_its_code(end, tmp_path):
+    statement, code = QUIET_ENDS[end]
+    done = run(
+        f"""
+        import atexit, time
+        strategy = PGroupDDPStrategy(destroy="at_exit")
+        make_trainer(strategy).fit(TinyModel(), datamodule=TinyData())
+        say("alive", dist.is_initialized())
+        {statement}
+        """,
+        tmp_path,
+        timeout=60,
+    )
+    assert done.code == code, done.err
+    assert done.said() == ["0 alive True", "1 alive True"]
+    for word in ("terminate called", "ProcessGroup", "recvValue", "Broken pipe", "Exception ignored"):
+        assert word not in done.err, done.err
+
+
+def test_a_rank_that_has_ended_is_noticed_by_the_one_that_needs_it(tmp_path):
+    done = run(
+        """
+        make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(TinyModel(), datamodule=TinyData())
+        if os.environ["LOCAL_RANK"] == "1":
+            sys.exit(0)
+        try:
+            make_trainer(PGroupDDPStrategy()).fit(TinyModel(), datamodule=TinyData())
+        except WorldSizeError as error:
+            say(error)
+        """,
+        tmp_path,
+        timeout=60,
+    )
+    assert done.code == 0, done.err
+    assert "have ended: local rank 1 (exit code 0)" in done.said(0)[0]
+
+
+def test_the_store_and_all_else_of_ours_listens_on_loopback_only(tmp_path):
+    done = run(
+        """
+        import psutil
+        from lightning_pgroup.process_state import process_state
+        make_trainer(PGroupDDPStrategy(destroy="at_exit")).fit(TinyModel(), datamodule=TinyData())
+        hosted = process_state().membership._hosted
+        if hosted is not None:
+            listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
+            say([address.ip for address in listening if address.port == hosted.port])
+        """,
+        tmp_path,
+    )
+    assert done.said() == ["0 ['127.0.0.1']"], done.err
+
+
+def test_a_port_of_the_users_own_stays_free_for_him(tmp_path):
+    """Our store does not sit on MASTER_PORT: a group that the user makes by `env://` after the last stage works."""
+    done = run(
+        """
+        make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(TinyModel(), datamodule=TinyData())
+        rank = int(os.environ["LOCAL_RANK"])
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        trainer = make_trainer(PGroupDDPStrategy(destroy="on_teardown"))
+        trainer.fit(TinyModel(), datamodule=TinyData())
+        say(one.item(), [e.what for e in trainer.strategy.events], dist.is_initialized())
+        dist.destroy_process_group()
+        """,
+        tmp_path,
+    )
+    assert done.code == 0, done.err
+    assert done.said() == ["0 2.0 ['adopted'] True", "1 2.0 ['adopted'] True"]
