@@ -89,6 +89,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*DistributedSampler.*")
+    warnings.filterwarnings("ignore", ".*LeafSpec.*")
     seed_everything(0, verbose=False)
     strategy = PGroupDDPStrategy(destroy=arguments.destroy, start_method=arguments.start_method)
     trainer = Trainer(

@@ -7,6 +7,7 @@ from lightning_pgroup.errors import (
     PGroupError,
     RanksDisagreeError,
     RendezvousTimeoutError,
+    StoreLostError,
     StrategyClosedError,
     WorldSizeError,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "PGroupError",
     "RanksDisagreeError",
     "RendezvousTimeoutError",
+    "StoreLostError",
     "StrategyClosedError",
     "WorldSizeError",
     "__version__",

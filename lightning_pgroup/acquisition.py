@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lightning_pgroup.__about__ import __version__
 from lightning_pgroup.agreement import Decision, Report
 from lightning_pgroup.claim import Stage
 from lightning_pgroup.custody import Custody
-from lightning_pgroup.errors import GroupMismatchError, RanksDisagreeError, WorldSizeError
+from lightning_pgroup.errors import GroupMismatchError, RanksDisagreeError, StoreLostError, WorldSizeError
 from lightning_pgroup.group import create_group
 from lightning_pgroup.membership import Membership, Place
 from lightning_pgroup.policy import Action, DestroyPolicy, Event, OnMismatch, Ownership
@@ -67,19 +68,16 @@ class Acquisition:
         if self._custody.ownership() is Ownership.FOREIGN and not self._membership.is_known(request.place):
             self._adopt(stage, request, "the group was there before and belongs to other code")
             return
-        self.team = team = self._membership.team(request.place)
         report = self._report(stage, request)
-
-        def answer(said: list[dict[str, Any]]) -> str:
-            decision = agreement.decide([Report.from_payload(one) for one in said])
-            if decision.action == agreement.CREATE:
-                team.open_generation(decision.generation)
-            return decision.to_json()
-
-        if team.size == 1:
-            text = answer([report.to_payload()])
-        else:
-            text = team.rounds.run(report.to_payload(), answer, request.place.timeout, check_peers=team.check_peers)
+        try:
+            self.team = team = self._membership.team(request.place)
+            text = self._meet(team, report, request.place.timeout)
+        except dist.DistError as error:
+            raise StoreLostError(
+                f"Rank {request.place.rank} of {request.place.size} can not start {stage.name!r}: it does not reach the store"
+                f" in which the ranks meet ({self._membership.describe(request.place)}). The process that hosts it, rank 0 or the"
+                f" launcher, has ended or never started: look for its own error. Torch says: {error}"
+            ) from error
         self._carry_out(Decision.from_json(text), team, stage, request, start, clock)
 
     def share_running(self, stage: Stage, request: GroupRequest) -> None:
@@ -112,6 +110,19 @@ class Acquisition:
                 ", ".join(differences),
             )
         self._custody.record_use(records.REUSED, "a stage around it is running in it", stage, time.time(), 0.0)
+
+    def _meet(self, team: Team, report: Report, timeout: timedelta) -> str:
+        """Let all ranks decide; returns the decision as JSON."""
+
+        def answer(said: list[dict[str, Any]]) -> str:
+            decision = agreement.decide([Report.from_payload(one) for one in said])
+            if decision.action == agreement.CREATE:
+                team.open_generation(decision.generation)
+            return decision.to_json()
+
+        if team.size == 1:
+            return answer([report.to_payload()])
+        return team.rounds.run(report.to_payload(), answer, timeout, check_peers=team.check_peers)
 
     def _report(self, stage: Stage, request: GroupRequest) -> Report:
         custody = self._custody

@@ -1,6 +1,5 @@
 """Custody of the group: which one we own, who uses it, and its end when the policy table says so."""
 
-import logging
 import time
 import weakref
 
@@ -12,8 +11,6 @@ from lightning_pgroup.group import OwnedGroup
 from lightning_pgroup.policy import Action, Event, Ownership, action_for
 from lightning_pgroup.records import LifecycleEvent
 from lightning_pgroup.store import leak
-
-logger = logging.getLogger(__name__)
 
 
 class Custody:
@@ -114,12 +111,9 @@ class Custody:
         try:
             if abort:
                 group.abort()
-            elif not group.destroy(last.config.destroy_timeout):
+            elif problem := group.destroy(last.config.destroy_timeout):
                 what = records.ABORTED
-                why = (
-                    f"{why}; the orderly shutdown did not end within `destroy_timeout` of"
-                    f" {last.config.destroy_timeout.total_seconds():g} s"
-                )
+                why = f"{why}; {problem}"
         finally:
             self._record(what, why, group, stage, start, time.perf_counter() - clock, by)
             self._clear()

@@ -14,6 +14,10 @@ class RendezvousTimeoutError(PGroupError, TimeoutError):
     """Some ranks did not come to a rendezvous within its timeout. The message names them."""
 
 
+class StoreLostError(PGroupError):
+    """The store in which the ranks meet can not be reached, most likely because the process that hosts it has ended."""
+
+
 class RanksDisagreeError(PGroupError):
     """The ranks came to one rendezvous with requests that do not fit together. Raised on all ranks alike."""
 

@@ -1,6 +1,5 @@
 """One generation: creates a default group over a store, knows whether it still lives, and ends it."""
 
-import logging
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,8 +12,6 @@ from torch.distributed import ProcessGroup, Store
 from lightning_pgroup import c10d, transport
 from lightning_pgroup.excepthook import ExceptHookGuard
 from lightning_pgroup.signature import GroupSignature
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -36,21 +33,20 @@ class OwnedGroup:
         group = self._reference()
         return group is not None and c10d.default_group() is group
 
-    def destroy(self, timeout: timedelta) -> bool:
+    def destroy(self, timeout: timedelta) -> str:
         """End it in good order, or abort it when that takes longer than ``timeout``. Not collective.
 
         Returns:
-            Whether it ended in good order.
+            Why it did not end in good order; empty if it did.
         """
         groups = self._take()
         try:
-            in_time = transport.shut_down(groups, timeout)
+            if transport.shut_down(groups, timeout):
+                return ""
         except Exception as error:
-            logger.warning("[gen %d] the backend's shutdown failed: %s", self.generation, error)
-            return False
-        if not in_time:
-            transport.abort(groups)
-        return in_time
+            return f"the backend's shutdown raised {type(error).__name__}: {error}"
+        transport.abort(groups)
+        return f"the orderly shutdown did not end within `destroy_timeout` of {timeout.total_seconds():g} s"
 
     def abort(self) -> None:
         """End it at once, in whatever state it is. Not collective; waits for no other rank."""

@@ -15,7 +15,13 @@ class LentParts(DDPStrategy):
 
     _lent_accelerator: Accelerator | None = None
     _lent_precision: Precision | None = None
+    _own_devices = False
     _is_built = False
+
+    @property
+    def has_own_devices(self) -> bool:
+        """Whether the user gave the devices to the strategy itself, so that those of a Trainer do not count."""
+        return self._own_devices
 
     @property
     @override

@@ -78,6 +78,10 @@ class Lifecycle:
             claim.failed = claim.pending = False
             return stage
 
+    def refuse(self, claim: Claim) -> None:
+        """A stage of this strategy could not even begin: what its hooks for errors ask for is local, until :meth:`finish`."""
+        claim.failed = claim.config.on_error is not OnError.KEEP
+
     def acquire(self, stage: Stage, request: GroupRequest) -> None:
         """Get the group for a stage: reuse the living one or create the next. Collective.
 

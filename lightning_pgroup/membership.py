@@ -146,6 +146,14 @@ class Membership:
                 self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout)
         return self._teams[key]
 
+    def describe(self, place: Place) -> str:
+        """Where the team of ``place`` meets, for messages."""
+        if place.init_method is not None:
+            return place.init_method
+        if self.invitation is not None and self._is_invited(place):
+            return f"{self.invitation.host}:{self.invitation.port}"
+        return place.default_init_method()
+
     def leave(self) -> None:
         """Tell the host that this rank leaves; as the host, wait for the others, at most :data:`LEAVE_TIMEOUT`."""
         deadline = time.monotonic() + LEAVE_TIMEOUT.total_seconds()

@@ -39,7 +39,7 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the workers, run ``function`` in each as one stage, and wait for them. Called in the parent."""
         strategy = self._pgroup_strategy
-        check_devices(trainer, strategy.num_processes)
+        check_devices(trainer, strategy)
         claim = strategy.claim()
         state = process_state()
         if claim.closed:

@@ -46,15 +46,17 @@ def stage_name(trainer: Trainer | None) -> str:
     return "stage" if function is None else str(function.value)
 
 
-def check_devices(trainer: Trainer | None, num_processes: int) -> None:
+def check_devices(trainer: Trainer | None, strategy: "PGroupDDPStrategy") -> None:
     """Refuse a Trainer that asks for other devices than its strategy object already has from an earlier Trainer.
 
     Raises:
         WorldSizeError: They differ in number.
     """
-    asked = None if trainer is None else requested_devices(trainer)
-    if asked is not None and asked != num_processes:
+    if trainer is None or strategy.has_own_devices:
+        return
+    asked = requested_devices(trainer)
+    if asked is not None and asked != strategy.num_processes:
         raise WorldSizeError(
-            f"The Trainer asks for {asked} devices, but its strategy object was set up for {num_processes} by an earlier"
-            " Trainer. Build a new strategy for it."
+            f"The Trainer asks for {asked} devices, but its strategy object was set up for {strategy.num_processes} by an"
+            " earlier Trainer. Build a new strategy for it."
         )

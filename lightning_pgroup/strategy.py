@@ -138,6 +138,7 @@ class PGroupDDPStrategy(LentParts):
             **ddp_kwargs,
         )
         self._claim: Claim | None = None
+        self._own_devices = parallel_devices is not None
         self._is_built = True
 
     @property

@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from lightning_pgroup import environment
+from lightning_pgroup.errors import WorldSizeError
 from lightning_pgroup.lightning_private import SubprocessScriptLauncher, set_num_threads_if_needed
 from lightning_pgroup.process_state import process_state
 from lightning_pgroup.stage_call import StageCall, check_devices
@@ -47,17 +48,27 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         Raises:
             WorldSizeError: There are not as many processes as the stage asks for.
         """
-        check_devices(trainer, self.num_processes)
         call = StageCall(self._strategy, function, trainer)
-        membership = process_state().membership
-        if self._strategy.starts_ranks_itself:
-            membership.check_size(self.num_processes * self.num_nodes)
+        state = process_state()
+        try:
+            self._check(trainer)
+        except WorldSizeError:
+            state.lifecycle.refuse(self._strategy.claim())
+            raise
         if self.num_processes * self.num_nodes == 1:
             return self._launch_alone(call, *args, **kwargs)
-        membership.check_children()
-        if membership.children:
-            self.procs = list(membership.children)  # so that `kill` reaches the ranks that an earlier Trainer has started
+        if state.membership.children:
+            # So that `kill` reaches the ranks that an earlier Trainer has started.
+            self.procs = list(state.membership.children)
         return super().launch(call, *args, trainer=trainer, **kwargs)
+
+    def _check(self, trainer: Trainer | None) -> None:
+        size = self.num_processes * self.num_nodes
+        check_devices(trainer, self._strategy)
+        if self._strategy.starts_ranks_itself:
+            process_state().membership.check_size(size)
+        if size > 1:
+            process_state().membership.check_children()
 
     def _launch_alone(self, call: StageCall, *args: Any, **kwargs: Any) -> Any:
         """Run a stage of one rank: there is no process to start, and the environment shows no rank afterwards (F27)."""

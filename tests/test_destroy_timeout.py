@@ -160,8 +160,9 @@ def test_a_shutdown_that_raises_is_reported_and_does_not_stop_the_run():
         strategy = PGroupDDPStrategy(destroy="on_teardown", process_group_backend=NAME)
         fit(strategy)
         fit(strategy)
-        return whats(strategy), dist.is_initialized()
+        return whats(strategy), dist.is_initialized(), strategy.events[1].why
 
-    events, alive = run_ranks(job, size=1, check_leaks=False)[0]
+    events, alive, why = run_ranks(job, size=1, check_leaks=False)[0]
     assert [event[1] for event in events] == ["created", "aborted"] * 2
+    assert why == "the stage ended; the backend's shutdown raised OSError: no shutdown today"
     assert not alive

@@ -63,6 +63,7 @@ def test_public_names_are_frozen():
         "PGroupError",
         "RanksDisagreeError",
         "RendezvousTimeoutError",
+        "StoreLostError",
         "StrategyClosedError",
         "WorldSizeError",
         "__version__",

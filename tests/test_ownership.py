@@ -202,6 +202,33 @@ def test_f19_the_collector_in_the_middle_of_another_strategys_stage_only_gives_u
     assert run_ranks(job) == [([("fit", "reused", 1)], True)] * 2
 
 
+@pytest.mark.parametrize(("destroy", "counted"), [("on_teardown", 16.0), (None, 32.0)], ids=["ours", "plain"])
+def test_f34_a_single_device_test_counts_each_sample_once_when_the_group_is_gone(destroy, counted):
+    """And twice when it lives: torchmetrics sums over two processes that each believe that they are alone."""
+    from lightning.pytorch.strategies import DDPStrategy
+    from torchmetrics import SumMetric
+
+    class Counts(TinyModel):
+        def __init__(self):
+            super().__init__()
+            self.count = SumMetric()
+
+        def test_step(self, batch, batch_idx):
+            self.count.update(len(batch[0]))
+
+        def on_test_epoch_end(self):
+            self.log("count", self.count.compute())
+
+    def job(rank):
+        model = Counts()
+        strategy = DDPStrategy() if destroy is None else PGroupDDPStrategy(destroy=destroy)
+        make_trainer(strategy).fit(model, datamodule=TinyData())
+        single = make_trainer("auto", devices=1, limit_test_batches=100)
+        return single.test(model, datamodule=TinyData(16), verbose=False)[0]["count"], single.global_rank
+
+    assert run_ranks(job, check_leaks=destroy is not None) == [(counted, 0)] * 2
+
+
 def test_the_policy_of_the_last_user_applies():
     def job(rank):
         keeps, ends = PGroupDDPStrategy(destroy="at_exit"), PGroupDDPStrategy(destroy="on_teardown")

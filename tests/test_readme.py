@@ -1,0 +1,44 @@
+"""README's examples run as they stand, and its tables name what there is."""
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+
+from lightning_pgroup.policy import DestroyPolicy, OnError, OnMismatch
+from tests.models import TinyData, TinyModel
+from tests.ranks import run_ranks
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_examples_run_one_after_the_other(tmp_path):
+    def job(rank):
+        os.chdir(tmp_path)
+        namespace, printed = {"model": TinyModel(), "digits": TinyData()}, []
+        for block in BLOCKS:
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(block, namespace)
+            printed.append(out.getvalue().splitlines())
+        return printed
+
+    for printed in run_ranks(job):
+        for block, lines in zip(BLOCKS, printed, strict=True):
+            shown = re.findall(r"^# (.*)$", block, re.MULTILINE)
+            assert lines[: len(shown)] == shown or not shown
+
+
+def test_there_are_examples():
+    assert len(BLOCKS) == 3
+
+
+def test_every_choice_is_explained():
+    for kind in (DestroyPolicy, OnError, OnMismatch):
+        for member in kind:
+            assert f'"{member.value}"' in README, member
+
+
+def test_the_two_commands_and_no_other():
+    assert sorted(set(re.findall(r"make \w+", README))) == ["make demo", "make test"]
