@@ -75,8 +75,8 @@ class Acquisition:
         except dist.DistError as error:
             raise StoreLostError(
                 f"Rank {request.place.rank} of {request.place.size} can not start {stage.name!r}: it does not reach the store"
-                f" in which the ranks meet ({self._membership.describe(request.place)}). The process that hosts it, rank 0 or the"
-                f" launcher, has ended or never started: look for its own error. Torch says: {error}"
+                f" in which the ranks meet ({self._membership.describe(request.place)}). The process that hosts it, rank 0 or"
+                f" the launcher, has ended or never started: look for its own error. Torch says: {error}"
             ) from error
         self._carry_out(Decision.from_json(text), team, stage, request, start, clock)
 
