@@ -1,44 +1,28 @@
 """How a stage gets its group: the ranks agree, then each carries the decision out."""
 
-import logging
+import contextlib
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_pgroup import agreement, records
 from lightning_pgroup.__about__ import __version__
 from lightning_pgroup.agreement import Decision, Report
-from lightning_pgroup.claim import Stage
+from lightning_pgroup.bounded import run_bounded
+from lightning_pgroup.claim import GroupRequest, Stage
 from lightning_pgroup.custody import Custody
 from lightning_pgroup.errors import GroupMismatchError, RanksDisagreeError, StoreLostError, WorldSizeError
 from lightning_pgroup.group import create_group
-from lightning_pgroup.membership import Membership, Place
-from lightning_pgroup.policy import Action, DestroyPolicy, Event, OnMismatch, Ownership
-from lightning_pgroup.signature import GroupSignature
+from lightning_pgroup.membership import Membership
+from lightning_pgroup.policy import Action, Event, OnMismatch, Ownership, reason
+from lightning_pgroup.rounds import describe
 from lightning_pgroup.team import Team
 
-logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupRequest:
-    """The group that a stage asks for.
-
-    Attributes:
-        signature: What it shall be.
-        place: Where this rank stands, and how to reach the others.
-        device_id: The device to bind the group to; ``None`` on CPU.
-        pg_options: Options of the backend.
-    """
-
-    signature: GroupSignature
-    place: Place
-    device_id: torch.device | None
-    pg_options: Any
+WORD_TIMEOUT = timedelta(seconds=1)
+"""How long a rank that fails tries to tell the others."""
 
 
 class Acquisition:
@@ -63,12 +47,14 @@ class Acquisition:
         Raises:
             PGroupError: The ranks did not come, do not agree, or there are not as many as the stage asks for.
         """
-        start, clock = time.time(), time.perf_counter()
+        clock = time.perf_counter()
         self._custody.drop_inherited()
         if self._custody.ownership() is Ownership.FOREIGN and not self._membership.is_known(request.place):
+            stage.met = True
             self._adopt(stage, request, "the group was there before and belongs to other code")
             return
         report = self._report(stage, request)
+        stage.met = True
         try:
             self.team = team = self._membership.team(request.place)
             text = self._meet(team, report, request.place.timeout)
@@ -78,7 +64,29 @@ class Acquisition:
                 f" in which the ranks meet ({self._membership.describe(request.place)}). The process that hosts it, rank 0 or"
                 f" the launcher, has ended or never started: look for its own error. Torch says: {error}"
             ) from error
-        self._carry_out(Decision.from_json(text), team, stage, request, start, clock)
+        self._carry_out(Decision.from_json(text), team, stage, request, time.perf_counter() - clock)
+
+    def leave_word(self, stage: Stage, error: BaseException | None) -> None:
+        """Tell ranks that wait for this one how its stage ended. Local, waits at most :data:`WORD_TIMEOUT`; never raises.
+
+        A rank whose stage has failed before its rendezvous stays away from that for good.
+        """
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):  # the host of the store may be gone
+                if error is not None and not stage.met:
+                    stage.met = True
+                    place = stage.request().place
+                    if place.size > 1 and self._membership.is_known(place):
+                        self.team = self._membership.team(place)
+                        self.team.rounds.abandon(f"it has failed before: {describe(error)}")
+                if self.team is not None:
+                    self.team.rounds.note(f"{'raised in' if error else 'finished'} {stage.name}")
+
+        if error is None:
+            tell()
+        else:
+            run_bounded(tell, WORD_TIMEOUT, "word")  # or stopped
 
     def share_running(self, stage: Stage, request: GroupRequest) -> None:
         """Let a stage use the group in which another one, around it, is running; that one can not lose it.
@@ -103,12 +111,7 @@ class Acquisition:
                 f"{stage.name!r} asks for another group than the one it is started in ({', '.join(differences)}), and"
                 " `on_mismatch='error'`."
             )
-        if differences:
-            logger.warning(
-                "%s asks for another group, but a stage around it is running in this one, so it is reused: %s",
-                stage.name,
-                ", ".join(differences),
-            )
+        self._warn_of_differences(stage, request, "a stage around it is running in that, so it is used all the same")
         self._custody.record_use(records.REUSED, "a stage around it is running in it", stage, time.time(), 0.0)
 
     def _meet(self, team: Team, report: Report, timeout: timedelta) -> str:
@@ -129,15 +132,13 @@ class Acquisition:
         living = custody.current if custody.ownership() is Ownership.OWNED else None
         fresh = ""
         differences: tuple[str, ...] = ()
+        resized = False
         if living is not None:
-            differences = living.signature.differences(request.signature)
-            if (living.signature.world_size, living.signature.rank) != (
-                request.signature.world_size,
-                request.signature.rank,
-            ):
-                fresh = f"the group has another size or order of ranks ({', '.join(differences)})"
-            elif custody.is_next_trainer(stage.trainer) and custody.action(Event.NEXT_TRAINER) is Action.DESTROY:
-                fresh = f"{DestroyPolicy.PER_TRAINER.value}: {Event.NEXT_TRAINER.value}"
+            old, new = living.signature, request.signature
+            differences = old.differences(new)
+            resized = (old.world_size, old.rank) != (new.world_size, new.rank)
+            if custody.is_next_trainer(stage.trainer) and custody.action(Event.NEXT_TRAINER) is Action.DESTROY:
+                fresh = reason(Event.NEXT_TRAINER)
         return Report(
             rank=request.place.rank,
             generation=0 if living is None else living.generation,
@@ -145,41 +146,53 @@ class Acquisition:
             fresh=fresh,
             differences=differences,
             on_mismatch=stage.claim.config.on_mismatch.value,
+            resized=resized,
             foreign=custody.ownership() is Ownership.FOREIGN,
             stage=stage.name,
             version=__version__,
             wanted=request.signature.shared(),
         )
 
-    def _carry_out(
-        self, decision: Decision, team: Team, stage: Stage, request: GroupRequest, start: float, clock: float
-    ) -> None:
+    def _carry_out(self, decision: Decision, team: Team, stage: Stage, request: GroupRequest, waited: float) -> None:
+        custody = self._custody
         if decision.action == agreement.REFUSE:
             kind = GroupMismatchError if decision.mismatch else RanksDisagreeError
             raise kind(f"Rank {request.place.rank} can not start {stage.name!r}: {decision.why}.")
         if decision.action == agreement.ADOPT:
             self._adopt(stage, request, decision.why)
-        elif decision.action == agreement.REUSE:
-            assert self._custody.current is not None
-            differences = self._custody.current.signature.differences(request.signature)
-            if differences:
-                logger.warning(
-                    "%s asks for another group, but `on_mismatch='reuse'` keeps this one: %s",
-                    stage.name,
-                    ", ".join(differences),
-                )
-            self._custody.record_use(records.REUSED, decision.why, stage, start, time.perf_counter() - clock)
-        else:
-            self._custody.end(decision.why, stage=stage.name, by=stage.claim)
-            group = create_group(
-                decision.generation,
-                request.signature,
-                team.generation_store(decision.generation),
-                request.device_id,
-                request.pg_options,
+            return
+        start = time.time()
+        if custody.current is not None and stage.claim.config.on_mismatch is OnMismatch.REUSE:
+            self._warn_of_differences(stage, request, f"generation {decision.generation} is {decision.action}d all the same")
+        if decision.action == agreement.REUSE:
+            custody.record_use(records.REUSED, decision.why, stage, start - waited, waited)
+            return
+        custody.end(decision.why, stage=stage.name, by=stage.claim)
+        start, clock = time.time(), time.perf_counter()
+        group = create_group(
+            decision.generation,
+            request.signature,
+            team.generation_store(decision.generation),
+            request.device_id,
+            request.pg_options,
+        )
+        custody.take(group)
+        custody.record_use(records.CREATED, decision.why, stage, start, time.perf_counter() - clock)
+
+    def _warn_of_differences(self, stage: Stage, request: GroupRequest, outcome: str) -> None:
+        assert self._custody.current is not None
+        living = self._custody.current
+        differences = living.signature.differences(request.signature)
+        if differences:
+            records.logger.warning(
+                "[rank %d/%d gen %d] %s asks for another group than the living one, but %s: %s",
+                living.signature.rank,
+                living.signature.world_size,
+                living.generation,
+                stage.name,
+                outcome,
+                ", ".join(differences),
             )
-            self._custody.take(group)
-            self._custody.record_use(records.CREATED, decision.why, stage, start, time.perf_counter() - clock)
 
     def _adopt(self, stage: Stage, request: GroupRequest, why: str) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -190,4 +203,14 @@ class Acquisition:
                 f" {stage.name!r} asks to be rank {wanted.rank} of {wanted.world_size}. Destroy that group first, or let the"
                 " Trainer have as many devices as it has ranks."
             )
-        self._custody.record_foreign(why, stage, rank, size, dist.get_backend())
+        backend = dist.get_backend()
+        if backend != wanted.backend:
+            records.logger.warning(
+                "[rank %d/%d] %s asks for the backend %r, but a process group of other code is there, with %r: that is used",
+                rank,
+                size,
+                stage.name,
+                wanted.backend,
+                backend,
+            )
+        self._custody.record_foreign(why, stage, rank, size, backend)

@@ -29,6 +29,7 @@ class Report:
         fresh: Why it must not reuse what it has; empty if it may.
         differences: In what the living group differs from the one wanted.
         on_mismatch: What to do about these differences.
+        resized: Whether the differences make a reuse impossible: the group has another size or order of ranks.
         foreign: Whether a group of other code is there instead.
         stage: What it is about to run.
         version: Version of this package.
@@ -41,6 +42,7 @@ class Report:
     fresh: str = ""
     differences: tuple[str, ...] = ()
     on_mismatch: str = OnMismatch.RECREATE.value
+    resized: bool = False
     foreign: bool = False
     stage: str = ""
     version: str = ""
@@ -122,6 +124,8 @@ def _decide_mismatch(reports: Sequence[Report], differing: Sequence[Report], liv
     if strictest is OnMismatch.ERROR:
         why = f"the living group differs from what the stage asks for ({named}) and on_mismatch='error'"
         return Decision(action=REFUSE, generation=0, why=why, mismatch=True)
+    if any(report.resized for report in reports):
+        return Decision(action=CREATE, generation=new, why=f"the group has another size or order of ranks ({named})")
     if strictest is OnMismatch.REUSE:
         return Decision(action=REUSE, generation=living, why=f"on_mismatch='reuse', although it differs ({named})")
     return Decision(action=CREATE, generation=new, why=f"the stage asks for another group ({named})")

@@ -1,11 +1,17 @@
-"""Claims: one strategy's stake in the group, and the stages that it runs."""
+"""Claims: one strategy's stake in the group, the stages that it runs, and the group that they ask for."""
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from lightning_pgroup.config import LifecycleConfig
+from lightning_pgroup.membership import Place
 from lightning_pgroup.records import LifecycleEvent
+from lightning_pgroup.signature import GroupSignature
 
 MAX_EVENTS = 10_000
 """How many records a strategy keeps; the oldest go first."""
@@ -35,6 +41,23 @@ class Claim:
     closed: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRequest:
+    """The group that a stage asks for.
+
+    Attributes:
+        signature: What it shall be.
+        place: Where this rank stands, and how to reach the others.
+        device_id: The device to bind the group to; ``None`` on CPU.
+        pg_options: Options of the backend.
+    """
+
+    signature: GroupSignature
+    place: Place
+    device_id: torch.device | None
+    pg_options: Any
+
+
 @dataclass(eq=False, slots=True)
 class Stage:
     """One running stage, or one collective that was called between stages.
@@ -43,10 +66,14 @@ class Stage:
         claim: Whose it is.
         name: ``"fit"``, ``"validate"``, …, or the name of the collective.
         trainer: The Trainer that runs it; ``None`` for a collective between stages.
+        request: Says which group it asks for; asked for only when that is needed.
+        met: Whether it has come to the rendezvous of the ranks, or has stayed away from it for good.
         acquired: Whether it has got its group.
     """
 
     claim: Claim
     name: str
     trainer: "weakref.ref[object] | None"
+    request: Callable[[], GroupRequest]
+    met: bool = False
     acquired: bool = False

@@ -1,12 +1,16 @@
 """What a user asked of a strategy, checked once, when it is built."""
 
+import difflib
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlparse
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pgroup.policy import (
     DestroyPolicy,
@@ -17,6 +21,10 @@ from lightning_pgroup.policy import (
     parse_on_mismatch,
     parse_policies,
 )
+
+_SET_BY_LIGHTNING = frozenset({"module", "device_ids"})
+_DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "kwargs"}
+_NO_CHOICE = ("undefined", "fake")
 
 Duration = float | timedelta
 """A time span: seconds or a ``timedelta``."""
@@ -104,11 +112,36 @@ def check_backend(backend: str | None) -> None:
     names = [part.rsplit(":", 1)[-1].strip() for part in backend.split(",")]
     missing = [name for name in names if not name or not dist.is_backend_available(name)]
     if missing:
-        known = [n for n in dist.Backend.backend_list if n != dist.Backend.UNDEFINED and dist.is_backend_available(n)]
+        known = [n for n in dist.Backend.backend_list if n not in _NO_CHOICE and dist.is_backend_available(n)]
         raise ValueError(
             f"`process_group_backend={backend!r}` names {', '.join(map(repr, missing))}, which this build of torch does"
             f" not have. It has: {', '.join(map(repr, known))}."
         )
+
+
+def check_ddp_arguments(arguments: Mapping[str, Any], own: Set[str]) -> None:
+    """Refuse keyword arguments that ``DistributedDataParallel`` does not take.
+
+    Args:
+        arguments: What would be handed on to it.
+        own: The parameters of the strategy, for a hint at what may have been meant.
+
+    Raises:
+        TypeError: The message lists what both take.
+    """
+    taken = sorted(_SET_BY_LIGHTNING & set(arguments))
+    if taken:
+        raise TypeError(f"{', '.join(map(repr, taken))} of `DistributedDataParallel` is set by Lightning, do not give it.")
+    unknown = sorted(set(arguments) - _DDP_ARGUMENTS)
+    if not unknown:
+        return
+    ours, ddp = own - {"self", "ddp_kwargs"}, _DDP_ARGUMENTS - _SET_BY_LIGHTNING
+    near = [one for name in unknown for one in difflib.get_close_matches(name, ours | ddp, 1)]
+    hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
+    raise TypeError(
+        f"Neither `PGroupDDPStrategy` nor `DistributedDataParallel` knows {', '.join(map(repr, unknown))}.{hint} The former"
+        f" takes: {', '.join(sorted(ours))}; the latter: {', '.join(sorted(ddp))}."
+    )
 
 
 def _parse_init_method(init_method: str | None) -> str | None:
@@ -116,9 +149,11 @@ def _parse_init_method(init_method: str | None) -> str | None:
         return None
     if not isinstance(init_method, str):
         raise TypeError(f"`init_method` must be a string or None, got {init_method!r}.")
-    if not init_method.startswith(("env://", "tcp://", "file://")):
+    url = urlparse(init_method)
+    complete = {"env": True, "tcp": bool(url.hostname and url.netloc.rpartition(":")[2]), "file": bool(url.path)}
+    if not complete.get(url.scheme) or "://" not in init_method:
         raise ValueError(
-            f"`init_method` must start with 'env://', 'tcp://' (then host:port) or 'file://' (then a path on a file"
-            f" system that all ranks share), got {init_method!r}."
+            f"`init_method` must be 'env://', 'tcp://' with host:port, or 'file://' with a path on a file system that all"
+            f" ranks share, got {init_method!r}."
         )
     return init_method

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from lightning_pgroup import c10d, records
 from lightning_pgroup.claim import Claim, Stage
 from lightning_pgroup.group import OwnedGroup
-from lightning_pgroup.policy import Action, Event, Ownership, action_for
+from lightning_pgroup.policy import Action, Event, Ownership, action_for, reason
 from lightning_pgroup.records import LifecycleEvent
 from lightning_pgroup.store import leak
 
@@ -95,9 +95,9 @@ class Custody:
         self.notice_loss(stage)
         action = self.action(event, in_use=in_use)
         if action is Action.DESTROY:
-            self.end(why or event.value, stage=stage, by=by)
+            self.end(why or reason(event), stage=stage, by=by)
         elif action is Action.ABORT:
-            self.end(why or event.value, stage=stage, by=by, abort=True)
+            self.end(why or reason(event), stage=stage, by=by, abort=True)
 
     def end(self, why: str, *, stage: str = "", by: Claim | None = None, abort: bool = False) -> None:
         """End the group that we own, within the ``destroy_timeout`` of its last user. Local; nothing happens without one."""

@@ -14,6 +14,10 @@ class RendezvousTimeoutError(PGroupError, TimeoutError):
     """Some ranks did not come to a rendezvous within its timeout. The message names them."""
 
 
+class RendezvousAbandonedError(PGroupError):
+    """Another rank has given up a rendezvous, or has failed before it came to it. The message says which and why."""
+
+
 class StoreLostError(PGroupError):
     """The store in which the ranks meet can not be reached, most likely because the process that hosts it has ended."""
 

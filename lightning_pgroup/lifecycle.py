@@ -5,7 +5,6 @@ group in between (:meth:`Lifecycle.acquire`); the table in :mod:`lightning_pgrou
 """
 
 import contextlib
-import logging
 import threading
 import weakref
 from collections import deque
@@ -14,15 +13,14 @@ from collections.abc import Callable, Iterator
 from torch.distributed import ProcessGroup
 
 from lightning_pgroup import c10d
-from lightning_pgroup.acquisition import Acquisition, GroupRequest
-from lightning_pgroup.claim import Claim, Stage
+from lightning_pgroup.acquisition import Acquisition
+from lightning_pgroup.claim import Claim, GroupRequest, Stage
 from lightning_pgroup.custody import Custody
-from lightning_pgroup.errors import GroupLostError, PGroupError, StrategyClosedError
+from lightning_pgroup.errors import GroupLostError, GroupMismatchError, PGroupError, StrategyClosedError
 from lightning_pgroup.membership import Membership
-from lightning_pgroup.policy import Event, OnError, Ownership
+from lightning_pgroup.policy import Event, OnError, Ownership, reason
+from lightning_pgroup.rounds import describe
 from lightning_pgroup.transport import RELEASE_TIMEOUT, finish_releases
-
-logger = logging.getLogger(__name__)
 
 
 class Lifecycle:
@@ -61,28 +59,36 @@ class Lifecycle:
         """Whose the default group of this process is right now."""
         return self._custody.ownership()
 
-    def enter(self, claim: Claim, name: str, trainer: object | None) -> Stage:
+    def enter(self, claim: Claim, name: str, trainer: object | None, request: Callable[[], GroupRequest]) -> Stage:
         """Begin a stage. Local; waits for nothing but an end that an earlier stage left over (``destroy_timeout``).
 
         Raises:
             StrategyClosedError: The strategy was closed.
         """
         with self._exclusive():
-            if claim.closed:
-                raise StrategyClosedError(f"This strategy was closed and can not run {name!r} any more. Build a new one.")
+            self.check_open(claim, name)
             self._finish_pending()
-            stage = Stage(claim, name, None if trainer is None else weakref.ref(trainer))
+            stage = Stage(claim, name, None if trainer is None else weakref.ref(trainer), request)
             self._stages.append(stage)
             claim.running += 1
             claim.is_rank = True
             claim.failed = claim.pending = False
             return stage
 
+    def check_open(self, claim: Claim, name: str) -> None:
+        """Refuse a stage of a closed strategy.
+
+        Raises:
+            StrategyClosedError: It is closed.
+        """
+        if claim.closed:
+            raise StrategyClosedError(f"This strategy was closed and can not run {name!r} any more. Build a new one.")
+
     def refuse(self, claim: Claim) -> None:
         """A stage of this strategy could not even begin: what its hooks for errors ask for is local, until :meth:`finish`."""
         claim.failed = claim.config.on_error is not OnError.KEEP
 
-    def acquire(self, stage: Stage, request: GroupRequest) -> None:
+    def acquire(self, stage: Stage) -> None:
         """Get the group for a stage: reuse the living one or create the next. Collective.
 
         Blocks at most ``rendezvous_timeout`` for ranks that do not come, and at most the group's timeout in its creation.
@@ -101,6 +107,7 @@ class Lifecycle:
                     " more. Do not destroy the group in the middle of a stage."
                 )
             self._custody.notice_loss(stage.name)
+            request = stage.request()
             if alive and any(other.acquired for other in self._stages):
                 self._acquisition.share_running(stage, request)
             else:
@@ -127,16 +134,18 @@ class Lifecycle:
             if tuner_exit:
                 self._end_later(claim, Event.STAGE_END)
             elif error is None:
-                self._custody.apply(Event.STAGE_END, stage=stage.name, in_use=nested)
+                why = "" if stage.trainer is not None else f"{reason(Event.STAGE_END)} (a collective between stages)"
+                self._custody.apply(Event.STAGE_END, stage=stage.name, in_use=nested, why=why)
             else:
                 claim.failed = claim.config.on_error is not OnError.KEEP
-                why = f"{Event.STAGE_ERROR.value} {type(error).__name__}: {str(error)[:200]}"
-                self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested, why=why)
+                why = f"{Event.STAGE_ERROR.value} {describe(error)}"
+                # Who refuses a group, as all ranks do then, does not use it: it stays as it is.
+                refused = isinstance(error, GroupMismatchError) and not stage.acquired
+                self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested or refused, why=why, by=claim)
                 if not claim.failed:
                     self._end_later(claim, Event.ERROR_HANDLED)
-            if self._acquisition.team is not None and not nested:
-                with contextlib.suppress(Exception):  # only a note, for the message of a peer that waits for this rank
-                    self._acquisition.team.rounds.note(f"{'raised in' if error else 'finished'} {stage.name}")
+            if not nested:
+                self._acquisition.leave_word(stage, error)
 
     def finish(self, claim: Claim) -> None:
         """The Trainer tears down a stage of this strategy. Local, bounded by ``destroy_timeout``.
@@ -175,12 +184,12 @@ class Lifecycle:
         elif claim.running:
             stage = next(stage for stage in reversed(self._stages) if stage.claim is claim)
             if not stage.acquired or c10d.default_group() is None:
-                self.acquire(stage, request())
+                self.acquire(stage)
             yield True
         else:
-            stage = self.enter(claim, name, None)
+            stage = self.enter(claim, name, None, request)
             try:
-                self.acquire(stage, request())
+                self.acquire(stage)
                 yield True
             except BaseException as error:
                 self.leave(stage, error)

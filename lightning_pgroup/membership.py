@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from lightning_pgroup.errors import WorldSizeError
 from lightning_pgroup.store import LOOPBACK, Endpoint, host_store, listen
-from lightning_pgroup.team import Invitation, Team, join_invited, join_launched
+from lightning_pgroup.team import Invitation, RunEnd, Team, join_invited, join_launched
 
 STORE_TIMEOUT = timedelta(minutes=5)
 """Bound of one operation on a store that this process hosts."""
@@ -79,14 +79,14 @@ class Membership:
         """
         self.invitation = invitation
 
-    def close_run(self, invitation: Invitation) -> int:
-        """Delete what a run has left in the store that this process hosts. Its ranks must have ended.
+    def leave_records(self, text: str) -> None:
+        """Leave the records of this worker, as JSON, for the process that has started it."""
+        if self.invitation is not None and self.invitation in self._teams:
+            self._teams[self.invitation].leave_records(text)
 
-        Returns:
-            The highest generation of the run.
-        """
-        if self._hosted is None:
-            return invitation.highest
+    def close_run(self, invitation: Invitation) -> RunEnd:
+        """Take over what a run has left in the store that this process hosts, and clean up. Its ranks must have ended."""
+        assert self._hosted is not None
         return Team.clean_up(self._hosted, invitation)
 
     def check_size(self, wanted: int) -> None:
@@ -117,8 +117,9 @@ class Membership:
         gone = [f"local rank {rank} (exit code {code})" for rank, code in ended if code is not None]
         if gone:
             raise WorldSizeError(
-                f"The stage needs all ranks of this run, but these have ended: {', '.join(gone)}. A rank can not be started"
-                " again in the middle of a script: look for its own error above, or let all ranks run the same stages."
+                f"All ranks of this run are needed here, but these have ended: {', '.join(gone)}. A rank can not be started"
+                " again in the middle of a script. If it has failed, look for its own error above; if it has come to the end of the"
+                " script, let all ranks run the same stages and collectives."
             )
 
     def is_known(self, place: Place) -> bool:

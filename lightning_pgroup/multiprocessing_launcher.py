@@ -1,7 +1,7 @@
 """Ranks as workers of this process, spawned or forked anew for each stage."""
 
+import json
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Trainer
@@ -12,13 +12,11 @@ from lightning_pgroup.lightning_private import MultiProcessingLauncher
 from lightning_pgroup.policy import Event
 from lightning_pgroup.process_state import process_state
 from lightning_pgroup.records import LifecycleEvent
-from lightning_pgroup.stage_call import StageCall, check_devices
+from lightning_pgroup.stage_call import StageCall, check_devices, stage_name
 from lightning_pgroup.team import Invitation
 
 if TYPE_CHECKING:
     from lightning_pgroup.strategy import PGroupDDPStrategy
-
-_EVENTS = "lightning_pgroup_events"
 
 
 class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
@@ -33,7 +31,6 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
         super().__init__(strategy, start_method)
         self._pgroup_strategy = strategy
         self._invitation: Invitation | None = None
-        self._known_events = 0
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -42,8 +39,7 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
         check_devices(trainer, strategy)
         claim = strategy.claim()
         state = process_state()
-        if claim.closed:
-            state.lifecycle.leave(state.lifecycle.enter(claim, "stage", None))
+        state.lifecycle.check_open(claim, stage_name(trainer))
         if trainer is not None:
             state.lifecycle.next_trainer(trainer)
         if strategy.num_nodes == 1:
@@ -54,7 +50,9 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
                 return super().launch(call, *args, trainer=trainer, **kwargs)
         finally:
             if self._invitation is not None:
-                state.lifecycle.note_generation(state.membership.close_run(self._invitation))
+                end = state.membership.close_run(self._invitation)
+                state.lifecycle.note_generation(end.highest)
+                claim.events.extend(LifecycleEvent.from_payload(one) for one in json.loads(end.records))
                 self._invitation = None
 
     @override
@@ -63,11 +61,13 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
         state.membership.join(self._invitation)
         if self._invitation is not None:
             state.lifecycle.note_generation(self._invitation.highest)
-        self._known_events = len(self._pgroup_strategy.claim().events)
+        known = len(self._pgroup_strategy.claim().events)
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
         finally:
             state.lifecycle.end_of_process(Event.WORKER_END)
+            new = list(self._pgroup_strategy.claim().events)[known:]
+            state.membership.leave_records(json.dumps([event.to_payload() for event in new]))
             state.membership.leave()
 
     @override
@@ -75,14 +75,4 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
         # Lightning computes the state dict in here, on all ranks, for the sake of metrics: only then may the group end.
         output = super()._collect_rank_zero_results(trainer, results)
         process_state().lifecycle.end_of_process(Event.WORKER_END)
-        if output is not None:
-            new = list(self._pgroup_strategy.claim().events)[self._known_events :]
-            output.extra[_EVENTS] = [asdict(event) for event in new]
         return output
-
-    @override
-    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
-        """Take over what rank 0 has found out. Called in the parent after all workers have returned."""
-        events = (LifecycleEvent(**event) for event in extra.pop(_EVENTS, ()))
-        self._pgroup_strategy.claim().events.extend(events)
-        super().update_main_process_results(trainer, extra)

@@ -107,6 +107,12 @@ def action_for(event: Event, policies: Policies, on_error: OnError, ownership: O
     return Action.DESTROY if _ENDS_AT[event] in policies else Action.KEEP
 
 
+def reason(event: Event) -> str:
+    """Why a group ended at ``event``, in words, with the policy that asked for it."""
+    policy = _ENDS_AT.get(event)
+    return event.value if policy is None else f"{policy.value}: {event.value}"
+
+
 def parse_policies(value: str | DestroyPolicy | Iterable[str | DestroyPolicy]) -> Policies:
     """Turn the ``destroy`` argument into a set of policies.
 

@@ -1,7 +1,8 @@
 """Records of what was done with the group and why: one frozen record and one log line each."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 logger = logging.getLogger("lightning_pgroup")
 
@@ -44,6 +45,15 @@ class LifecycleEvent:
     backend: str
     start: float
     duration: float
+
+    def to_payload(self) -> dict[str, Any]:
+        """The record as plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_payload(cls, payload: dict[str, Any]) -> "LifecycleEvent":
+        """Rebuild a record that came as JSON."""
+        return cls(**{**payload, "policy": tuple(payload["policy"])})
 
     def log(self) -> None:
         """Write the record's one log line."""

@@ -8,8 +8,9 @@ Keys, all below the prefix of the run, with JSON or plain numbers as values:
 ``round/<r>/outcome``      the answer of round ``r``, or that it was abandoned and by whom; the first writer wins
 =========================  =============================================================================================
 
-A rank does a fixed number of store operations in a round, whatever the number of ranks. A rank that gives up writes that as
-the round's outcome, so that all others, also those that come later, leave the round too and meet again in the next one.
+A rank does a fixed number of store operations in a round, whatever the number of ranks. A rank that gives up, or fails before
+it comes, writes that as the round's outcome. All others, also those that come later, then raise too, and the ranks meet again
+in the next round: a rank that has caught its error never gets into step with one that is a stage behind.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from lightning_pgroup.errors import RendezvousTimeoutError
+from lightning_pgroup.errors import RendezvousAbandonedError, RendezvousTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ _POLL = 0.02
 _LIVENESS_PERIOD = 0.5
 _GRACE = timedelta(seconds=5)
 _JOIN = 2.0
+_DESCRIBED = 300
 
 Answer = Callable[[list[dict[str, Any]]], str]
 """Makes the outcome of a round from what the ranks said, in rank order. Runs on one rank only, the last to arrive."""
@@ -77,28 +79,39 @@ class Rounds:
 
         Raises:
             RendezvousTimeoutError: Not all ranks came in time; the message names them.
+            RendezvousAbandonedError: Another rank gave up this round, or failed before it came.
         """
         start = time.monotonic()
-        deadline = start + timeout.total_seconds()
-        while True:
-            self._number += 1
-            number = self._number
-            self._say(said)
-            outcome = self._outcome(number, answer, deadline, check_peers)
-            if "abandoned" not in outcome:
-                self._passed = [number]
-                return str(outcome["answer"])
-            self._passed.append(number)
-            if outcome["abandoned"] == self._rank:
-                raise self._missing(number, said, time.monotonic() - start, timeout)
-            logger.debug("rank %d leaves round %d, abandoned by rank %s", self._rank, number, outcome["abandoned"])
+        self._number += 1
+        number = self._number
+        self._say(said)
+        outcome = self._outcome(number, answer, start + timeout.total_seconds(), check_peers)
+        if "abandoned" not in outcome:
+            self._passed = [number]
+            return str(outcome["answer"])
+        self._passed.append(number)
+        if outcome["abandoned"] == self._rank:
+            raise self._missing(number, said, time.monotonic() - start, timeout)
+        raise RendezvousAbandonedError(
+            f"Rank {self._rank} of {self._size} can not start {said.get('stage', '')!r}: rank {outcome['abandoned']} is not"
+            f" there for it, {outcome['why']}."
+        )
+
+    def abandon(self, why: str) -> None:
+        """Leave the next round without having come to it, since what it was for has failed. Never waits for other ranks.
+
+        All ranks so stay in step: each stage is one round for each of them, whether or not it comes to it.
+        """
+        self._number += 1
+        self._passed.append(self._number)
+        self._publish(f"round/{self._number}/outcome", {"abandoned": self._rank, "why": why})
 
     def note(self, said: str) -> None:
         """Leave a note of where this rank is, for the message of a peer that waits for it. One operation, never waits."""
-        self._say({"stage": said})
+        self._say({"stage": said}, left=True)
 
-    def _say(self, said: dict[str, Any]) -> None:
-        where = {"round": self._number, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+    def _say(self, said: dict[str, Any], *, left: bool = False) -> None:
+        where = {"round": self._number, "left": left, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         self._store.set(f"rank/{self._rank}", json.dumps({**where, "said": said}))
 
     def _outcome(self, number: int, answer: Answer, deadline: float, check_peers: Callable[[], None]) -> dict[str, Any]:
@@ -108,16 +121,16 @@ class Rounds:
                 return self._close(number, key, answer)
             if self._wait(key, deadline, check_peers):
                 return _load(self._store.get(key))
-        except BaseException:
+        except BaseException as error:
             self._passed.append(number)
             with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
-                self._abandon(key)
+                self._give_up(key, describe(error))
             raise
-        return self._abandon(key)
+        return self._give_up(key, "it had given up waiting")
 
-    def _abandon(self, key: str) -> dict[str, Any]:
+    def _give_up(self, key: str, why: str) -> dict[str, Any]:
         """Write that this rank leaves the round, unless the round has an outcome already, and end its waiting thread."""
-        outcome = self._publish(key, {"abandoned": self._rank})
+        outcome = self._publish(key, {"abandoned": self._rank, "why": why})
         if self._waiting is not None:
             # It must have seen the key before a later round deletes it.
             self._waiting.join(_JOIN)
@@ -130,8 +143,8 @@ class Rounds:
         at_once = self._store.has_extended_api()  # type: ignore[attr-defined]
         values = self._store.multi_get(keys) if at_once else [self._store.get(one) for one in keys]
         spoken = [_load(value) for value in values]
-        if any(one["round"] != number for one in spoken):
-            outcome = _load(self._store.get(key))  # whoever has moved on has abandoned this round before
+        if any(one["round"] != number or one["left"] for one in spoken):
+            outcome = _load(self._store.get(key))  # whoever has moved on has given up this round before
         else:
             outcome = self._publish(key, {"answer": answer([one["said"] for one in spoken])})
         if "abandoned" not in outcome:
@@ -195,7 +208,7 @@ class Rounds:
             seen = _load(self._store.get(key)) if self._store.check([key]) else None
             if seen is None:
                 missing.append(f"rank {rank} (never seen)")
-            elif seen["round"] != number and rank != self._rank:
+            elif (seen["round"] != number or seen["left"]) and rank != self._rank:
                 at = datetime.fromtimestamp(seen["time"]).strftime("%H:%M:%S")
                 stage = seen["said"].get("stage", "")
                 missing.append(f"rank {rank} (last seen at {at}: {stage!r}, pid {seen['pid']} on {seen['host']})")
@@ -210,3 +223,11 @@ class Rounds:
 def _load(value: bytes) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads(value)
     return loaded
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line of bounded length, for other ranks and for records."""
+    text = str(error)
+    if len(text) > _DESCRIBED:
+        text = f"{text[:_DESCRIBED]} …"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -30,7 +30,7 @@ class StageCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function. Called by the launcher, in each rank."""
         lifecycle = process_state().lifecycle
-        stage = lifecycle.enter(self._strategy.claim(), stage_name(self._trainer), self._trainer)
+        stage = lifecycle.enter(self._strategy.claim(), stage_name(self._trainer), self._trainer, self._strategy.request)
         try:
             result = self._function(*args, **kwargs)
         except BaseException as error:

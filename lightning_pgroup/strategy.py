@@ -11,16 +11,14 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.utilities.types import ReduceOp
+from lightning.fabric.utilities.types import _PATH, ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_pgroup.acquisition import GroupRequest
-from lightning_pgroup.claim import Claim
-from lightning_pgroup.config import Duration, check_backend, parse_config, parse_duration
+from lightning_pgroup.claim import Claim, GroupRequest
+from lightning_pgroup.config import Duration, check_backend, check_ddp_arguments, parse_config, parse_duration
 from lightning_pgroup.lent_parts import LentParts
 from lightning_pgroup.lightning_private import get_rank_zero_rank, reset_seed, set_rank_zero_rank
 from lightning_pgroup.membership import Place
@@ -34,12 +32,6 @@ from lightning_pgroup.subprocess_launcher import PGroupSubprocessLauncher
 T = TypeVar("T")
 
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
-_DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {
-    "self",
-    "module",
-    "device_ids",
-    "kwargs",
-}
 
 
 class PGroupDDPStrategy(LentParts):
@@ -116,12 +108,7 @@ class PGroupDDPStrategy(LentParts):
         if start_method not in _START_METHODS:
             choices = ", ".join(map(repr, _START_METHODS))
             raise ValueError(f"`start_method` must be one of {choices}, got {start_method!r}.")
-        unknown = sorted(set(ddp_kwargs) - _DDP_ARGUMENTS)
-        if unknown:
-            raise TypeError(
-                f"Neither `PGroupDDPStrategy` nor `DistributedDataParallel` knows {', '.join(map(repr, unknown))}. The latter"
-                f" takes: {', '.join(sorted(_DDP_ARGUMENTS))}."
-            )
+        check_ddp_arguments(ddp_kwargs, own=set(inspect.signature(PGroupDDPStrategy.__init__).parameters))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -228,33 +215,39 @@ class PGroupDDPStrategy(LentParts):
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        with process_state().lifecycle.collective(self.claim(), "setup_distributed", self._request):
+        with process_state().lifecycle.collective(self.claim(), "setup_distributed", self.request):
             pass
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. Collective; between stages too, where it creates the group if needed."""
-        with process_state().lifecycle.collective(self.claim(), "barrier", self._request) as distributed:
+        with process_state().lifecycle.collective(self.claim(), "barrier", self.request) as distributed:
             if distributed:
                 super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Send an object of one rank to all. Collective; between stages too, where it creates the group if needed."""
-        with process_state().lifecycle.collective(self.claim(), "broadcast", self._request) as distributed:
+        with process_state().lifecycle.collective(self.claim(), "broadcast", self.request) as distributed:
             return super().broadcast(obj, src) if distributed else obj
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
         """Reduce a tensor over all ranks. Collective; between stages too, where it creates the group if needed."""
-        with process_state().lifecycle.collective(self.claim(), "reduce", self._request) as distributed:
+        with process_state().lifecycle.collective(self.claim(), "reduce", self.request) as distributed:
             return super().reduce(tensor, group, reduce_op) if distributed else tensor
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor of all ranks. Collective; between stages too, where it creates the group if needed."""
-        with process_state().lifecycle.collective(self.claim(), "all_gather", self._request) as distributed:
+        with process_state().lifecycle.collective(self.claim(), "all_gather", self.request) as distributed:
             return super().all_gather(tensor, group, sync_grads) if distributed else tensor
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Write a checkpoint, on rank 0. Refused, before anything is written, once the strategy is closed."""
+        process_state().lifecycle.check_open(self.claim(), "save_checkpoint")
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def teardown(self) -> None:
@@ -270,7 +263,8 @@ class PGroupDDPStrategy(LentParts):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_claim": None}
 
-    def _request(self) -> GroupRequest:
+    def request(self) -> GroupRequest:
+        """The group that a stage of this strategy asks for. For the launchers."""
         assert self.cluster_environment is not None
         environment = self.cluster_environment
         config = self._config

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_launched
 
@@ -20,6 +21,19 @@ ENVIRONMENT_VARIABLE = "LIGHTNING_PGROUP_INVITATION"
 
 _GENERATIONS = "gen"
 _HIGHEST = "highest"
+_RECORDS = "records"
+
+
+class RunEnd(NamedTuple):
+    """What a run of workers leaves to the process that has started it.
+
+    Attributes:
+        highest: Its highest generation.
+        records: The records of its lowest rank that left any, as JSON.
+    """
+
+    highest: int
+    records: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,13 +116,19 @@ class Team:
         delete_below(self.store, _GENERATIONS)
         self.store.set(_HIGHEST, str(generation))
 
+    def leave_records(self, text: str) -> None:
+        """Leave this rank's records for the process that has started the run."""
+        self.store.set(f"{_RECORDS}/{self.rank}", text)
+
     @staticmethod
-    def clean_up(store: Store, invitation: Invitation) -> int:
-        """Delete all keys of a run whose ranks have ended, and return its highest generation."""
+    def clean_up(store: Store, invitation: Invitation) -> RunEnd:
+        """Take what a run has left behind, whose ranks have ended, and delete all its keys."""
         below = PrefixStore(_prefix(invitation.run), store)
         highest = int(below.get(_HIGHEST)) if below.check([_HIGHEST]) else invitation.highest
+        records = next((key for rank in range(invitation.size) if below.check([key := f"{_RECORDS}/{rank}"])), None)
+        end = RunEnd(highest, "[]" if records is None else below.get(records).decode())
         delete_below(store, _prefix(invitation.run))
-        return highest
+        return end
 
 
 def join_invited(

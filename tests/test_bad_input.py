@@ -30,10 +30,15 @@ BAD = [
     ({"process_group_backend": "cpu:gloo,cuda:carrier-pigeon"}, ValueError, "'carrier-pigeon'"),
     ({"process_group_backend": 3}, TypeError, "must be a string"),
     ({"init_method": "http://x"}, ValueError, "'env://', 'tcp://'"),
+    ({"init_method": "tcp://"}, ValueError, "with host:port"),
+    ({"init_method": "tcp://host"}, ValueError, "with host:port"),
+    ({"init_method": "file://"}, ValueError, "with a path"),
+    ({"init_method": "env:"}, ValueError, "'env://'"),
     ({"init_method": 5}, TypeError, "must be a string"),
     ({"start_method": "teleport"}, ValueError, "'popen', 'spawn', 'fork', 'forkserver'"),
-    ({"find_unused_paramters": True}, TypeError, "knows 'find_unused_paramters'.*find_unused_parameters"),
-    ({"device_ids": [0]}, TypeError, "'device_ids'"),
+    ({"find_unused_paramters": True}, TypeError, "knows 'find_unused_paramters'.*Did you mean 'find_unused_parameters'"),
+    ({"on_eror": "abort"}, TypeError, "Did you mean 'on_error'"),
+    ({"device_ids": [0]}, TypeError, "'device_ids'.*set by Lightning"),
 ]
 
 

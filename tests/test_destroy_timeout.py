@@ -164,5 +164,5 @@ def test_a_shutdown_that_raises_is_reported_and_does_not_stop_the_run():
 
     events, alive, why = run_ranks(job, size=1, check_leaks=False)[0]
     assert [event[1] for event in events] == ["created", "aborted"] * 2
-    assert why == "the stage ended; the backend's shutdown raised OSError: no shutdown today"
+    assert why == "on_teardown: the stage ended; the backend's shutdown raised OSError: no shutdown today"
     assert not alive

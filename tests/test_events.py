@@ -62,6 +62,7 @@ def test_public_names_are_frozen():
         "PGroupDDPStrategy",
         "PGroupError",
         "RanksDisagreeError",
+        "RendezvousAbandonedError",
         "RendezvousTimeoutError",
         "StoreLostError",
         "StrategyClosedError",

@@ -24,7 +24,6 @@ def test_name_is_there(name):
         (PGroupSubprocessLauncher, lightning_private.SubprocessScriptLauncher, "launch"),
         (PGroupMultiProcessingLauncher, lightning_private.MultiProcessingLauncher, "_wrapping_function"),
         (PGroupMultiProcessingLauncher, lightning_private.MultiProcessingLauncher, "_collect_rank_zero_results"),
-        (PGroupMultiProcessingLauncher, lightning_private.MultiProcessingLauncher, "update_main_process_results"),
         (PGroupMultiProcessingLauncher, lightning_private.MultiProcessingLauncher, "launch"),
         (PGroupDDPStrategy, DDPStrategy, "setup_distributed"),
         (PGroupDDPStrategy, DDPStrategy, "_configure_launcher"),

@@ -12,7 +12,13 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_pgroup import GroupMismatchError, PGroupDDPStrategy, RanksDisagreeError, RendezvousTimeoutError
+from lightning_pgroup import (
+    GroupMismatchError,
+    PGroupDDPStrategy,
+    RanksDisagreeError,
+    RendezvousAbandonedError,
+    RendezvousTimeoutError,
+)
 from lightning_pgroup.process_state import process_state
 from tests.models import TinyData, TinyModel, make_trainer, whats
 from tests.ranks import run_ranks
@@ -88,6 +94,31 @@ def test_on_mismatch_recreate_and_reuse(on_mismatch, whats_second, timeout):
         assert all("timeout: 0:01:40 -> 0:03:20" in warning for warning in warnings)
 
 
+@pytest.mark.parametrize("on_mismatch", ["recreate", "reuse", "error"])
+def test_on_mismatch_when_the_size_differs(on_mismatch):
+    def job(rank):
+        records = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = records.append
+        logging.getLogger("lightning_pgroup").addHandler(handler)
+        make_trainer(PGroupDDPStrategy(destroy="at_exit")).fit(TinyModel(), datamodule=TinyData())
+        strategy = PGroupDDPStrategy(destroy="at_exit", on_mismatch=on_mismatch)
+        trainer = make_trainer(strategy, devices=1)
+        if on_mismatch == "error":
+            with pytest.raises(GroupMismatchError, match="world_size: 2 -> 1"):
+                trainer.fit(TinyModel(), datamodule=TinyData())
+        else:
+            trainer.fit(TinyModel(), datamodule=TinyData())
+        return dist.get_world_size(), whats(strategy), [r.getMessage() for r in records if r.levelno == logging.WARNING]
+
+    for size, events, warnings in run_ranks(job):
+        if on_mismatch == "error":
+            assert (size, events, warnings) == (2, [], [])  # the group that was refused stays as it is
+        else:
+            assert (size, events) == (1, [("fit", "destroyed", 1), ("fit", "created", 2)])
+            assert len(warnings) == (on_mismatch == "reuse")
+
+
 def test_on_mismatch_error_raises_on_all_ranks_naming_each_difference():
     def job(rank):
         make_trainer(PGroupDDPStrategy(destroy="at_exit", timeout=100)).fit(TinyModel(), datamodule=TinyData())
@@ -137,7 +168,10 @@ def test_a_rank_that_does_not_come_is_named_and_comes_later():
                 trainer.test(TinyModel(), datamodule=TinyData(), verbose=False)
             text = str(caught.value)
             gave_up.set()
-        assert gave_up.wait(30)
+        else:
+            assert gave_up.wait(30)
+            with pytest.raises(RendezvousAbandonedError, match="rank 0 is not there for it, it had given up waiting"):
+                trainer.test(TinyModel(), datamodule=TinyData(), verbose=False)
         trainer = make_trainer(PGroupDDPStrategy(destroy="on_teardown"))
         trainer.fit(TinyModel(), datamodule=TinyData())
         return text
@@ -172,6 +206,37 @@ def test_f25_after_a_failure_on_one_rank_that_is_caught_the_next_trainer_trains(
     for total, first in run_ranks(job, deadline=40):
         assert total == 1.0
         assert first == ("created", 2)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("first", [True, False])
+def test_f25_a_failure_before_the_rendezvous_frees_the_others_and_all_stay_in_step(failing, first):
+    """A checkpoint that is not there on one rank, say: the others must not wait, nor pair this stage with the next."""
+
+    def job(rank):
+        if not first:
+            make_trainer(PGroupDDPStrategy()).fit(TinyModel(), datamodule=TinyData())
+        seen = []
+        for number in range(4):
+            strategy = PGroupDDPStrategy()
+            trainer = make_trainer(strategy)
+            path = "best" if rank == failing and number % 2 == 0 else None
+            start = time.monotonic()
+            try:
+                trainer.validate(TinyModel(), datamodule=TinyData(), ckpt_path=path, verbose=False)
+                seen.append((number, strategy.broadcast(number)))
+            except Exception as error:
+                seen.append((number, str(error)))
+            assert time.monotonic() - start < 10
+        return seen
+
+    results = run_ranks(job, deadline=40)
+    for rank, seen in enumerate(results):
+        assert [seen[1], seen[3]] == [(1, 1), (3, 3)]
+        for number in (0, 2):
+            text = seen[number][1]
+            assert "best" in text or rank != failing
+            assert f"rank {failing} is not there for it, it has failed before" in text or rank == failing
 
 
 def test_f25_plain_ddp_fails_in_every_later_trainer():

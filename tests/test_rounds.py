@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore
 
-from lightning_pgroup.errors import RendezvousTimeoutError
+from lightning_pgroup.errors import RendezvousAbandonedError, RendezvousTimeoutError
 from lightning_pgroup.rounds import Rounds
 from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, host_store, listen
 
@@ -102,7 +102,10 @@ def test_after_a_round_was_abandoned_all_meet_in_the_next(stores):
     for _ in range(3):
         with pytest.raises(RendezvousTimeoutError):
             rounds[0].run({"stage": "early"}, everything, SHORT)
-    # Rank 1 comes late to three abandoned rounds, passes all of them, and meets rank 0 in the fourth.
+    # Rank 1 comes late to three abandoned rounds, is told so in each, and meets rank 0 in the fourth.
+    for _ in range(3):
+        with pytest.raises(RendezvousAbandonedError, match="'late': rank 0 is not there for it, it had given up waiting"):
+            rounds[1].run({"stage": "late"}, everything, LONG)
     answers = in_threads(2, lambda rank: rounds[rank].run({"stage": f"met {rank}"}, everything, LONG))
     assert answers == [json.dumps(["met 0", "met 1"])] * 2
 
@@ -113,6 +116,8 @@ def test_many_abandoned_rounds_leave_no_keys(stores):
     for _ in range(5):
         with pytest.raises(RendezvousTimeoutError):
             rounds[1].run({"stage": "x"}, everything, timedelta(seconds=0.01))
+        with pytest.raises(RendezvousAbandonedError):
+            rounds[0].run({"stage": "x"}, everything, LONG)
     for _ in range(2):
         in_threads(2, lambda rank: rounds[rank].run({"stage": "y"}, everything, LONG))
     assert len(watcher.list_keys()) <= 5
@@ -127,6 +132,8 @@ def test_an_interrupt_abandons_the_round():
 
     with pytest.raises(KeyboardInterrupt):
         rounds[0].run({"stage": "fit"}, everything, LONG, check_peers=interrupt)
+    with pytest.raises(RendezvousAbandonedError, match="rank 0 is not there for it, KeyboardInterrupt"):
+        rounds[1].run({"stage": "fit"}, everything, LONG)
     answers = in_threads(2, lambda rank: rounds[rank].run({"stage": "next"}, everything, LONG))
     assert answers == [json.dumps(["next", "next"])] * 2
 
@@ -140,8 +147,8 @@ def test_a_failing_answer_frees_the_others():
         raise ZeroDivisionError
 
     def first():
-        with contextlib.suppress(RendezvousTimeoutError):
-            rounds[0].run({"stage": "fit"}, everything, timedelta(seconds=1), check_peers=waiting.set)
+        with contextlib.suppress(RendezvousAbandonedError):
+            rounds[0].run({"stage": "fit"}, everything, LONG, check_peers=waiting.set)
 
     thread = threading.Thread(target=first)
     thread.start()
@@ -173,6 +180,29 @@ def test_waiting_is_open_to_other_threads_of_the_client():
         rounds.run({"stage": "fit"}, everything, timedelta(seconds=3), check_peers=waiting.set)
     thread.join()
     assert took[0] < 1.0
+
+
+def test_a_rank_that_stays_away_frees_those_that_wait_and_stays_in_step(stores):
+    rounds = [Rounds(PrefixStore("run", stores()), rank, 2) for rank in range(2)]
+    waiting = threading.Event()
+    told = []
+
+    def first():
+        with pytest.raises(RendezvousAbandonedError) as caught:
+            rounds[0].run({"stage": "fit"}, everything, LONG, check_peers=waiting.set)
+        told.append(str(caught.value))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert waiting.wait(10)
+    rounds[1].abandon("it has failed before: ValueError: x")
+    thread.join(10)
+    assert told == ["Rank 0 of 2 can not start 'fit': rank 1 is not there for it, it has failed before: ValueError: x."]
+    # Both may stay away from the same round; the first word stands.
+    for one in rounds:
+        one.abandon(f"both {one._rank}")
+    answers = in_threads(2, lambda rank: rounds[rank].run({"stage": "met"}, everything, LONG))
+    assert answers == [json.dumps(["met", "met"])] * 2
 
 
 class WithoutClone:

@@ -78,11 +78,12 @@ def test_invitation_is_taken_from_the_environment_once(monkeypatch):
 def test_a_run_is_cleaned_up_and_tells_its_highest_generation():
     store = HashStore()
     invitation = Invitation.to(Endpoint(LOOPBACK, 1), 1, 3)
-    assert Team.clean_up(store, invitation) == 3
+    assert Team.clean_up(store, invitation) == (3, "[]")
     team = Team(store, invitation.run, 0, 1, is_host=True)
     for generation in (4, 5):
         team.open_generation(generation)
         team.generation_store(generation).set("address", "x")
     assert len([key for key in store.list_keys() if "/gen/" in key]) == 1
-    assert Team.clean_up(store, invitation) == 5
+    team.leave_records("[1]")
+    assert Team.clean_up(store, invitation) == (5, "[1]")
     assert store.list_keys() == []

@@ -46,7 +46,7 @@ def test_f22_forked_workers_have_the_group_in_the_last_hook_and_the_parent_gets_
         ("test", "created", 2),
         (stages[1], "destroyed", 2),
     ]
-    assert whys[1] == ("the stage ended" if destroy == "on_teardown" else "the worker process returns")
+    assert whys[1] == ("on_teardown: the stage ended" if destroy == "on_teardown" else "the worker process returns")
     assert learned
     assert not alive
     assert keys <= 1, "the runs have left keys in the parent's store"
@@ -72,6 +72,7 @@ def test_f22_on_exception_and_teardown_run_only_in_the_parent_and_the_worker_end
         trainer = make_trainer(strategy, callbacks=[Look("on_fit_end", None)])
         with pytest.raises(Exception, match="in a worker"):
             trainer.fit(TinyModel(), datamodule=TinyData())
+        assert [what for _, what, _ in whats(strategy)] == ["created", "aborted"]
         # The parent goes on; the next stage follows the generations of the failed one.
         second = PGroupDDPStrategy(start_method="fork", destroy="on_teardown")
         make_trainer(second).fit(TinyModel(), datamodule=TinyData())
@@ -151,7 +152,7 @@ class Total(Callback):
     def teardown(self, trainer, pl_module, stage):
         total = torch.tensor([float(trainer.global_rank)])
         dist.all_reduce(total)
-        print(f"SAY {trainer.global_rank} {stage.value} {total.item()} {trainer.strategy.generation}", flush=True)
+        print(f"SAY {trainer.global_rank} {stage.value} {total.item()} {trainer.strategy.generation}\\n", end="", flush=True)
 
 strategy = PGroupDDPStrategy(start_method="spawn", destroy="%s")
 trainer = make_trainer(strategy, callbacks=[Total()])
