@@ -20,7 +20,6 @@ from lightning_pgroup.policy import Action, Event, OnMismatch, Ownership, reason
 from lightning_pgroup.rounds import describe
 from lightning_pgroup.team import Team
 
-
 WORD_TIMEOUT = timedelta(seconds=1)
 """How long a rank that fails tries to tell the others."""
 

@@ -7,6 +7,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_pgroup import c10d, records
 from lightning_pgroup.claim import Claim, Stage
+from lightning_pgroup.graveyard import Graveyard
 from lightning_pgroup.group import OwnedGroup
 from lightning_pgroup.policy import Action, Event, Ownership, action_for, reason
 from lightning_pgroup.records import LifecycleEvent
@@ -20,6 +21,7 @@ class Custody:
         inherited: A group that a fork copied from the parent process: it does not work here.
 
     Attributes:
+        graveyard: Where ended groups rest until nothing in C++ holds them.
         current: The group that we created last and did not end, alive or destroyed by other code.
         highest: The highest generation that this process ever had.
         users: The strategies that use the current group.
@@ -28,6 +30,7 @@ class Custody:
     """
 
     def __init__(self, inherited: "weakref.ref[ProcessGroup] | None" = None) -> None:
+        self.graveyard = Graveyard()
         self.current: OwnedGroup | None = None
         self.highest = 0
         self.users: set[Claim] = set()
@@ -55,7 +58,7 @@ class Custody:
         """Notice that other code has destroyed our group, if it did, and clean up after it."""
         if self.current is not None and not self.current.is_alive():
             lost = self.current
-            lost.forget()
+            lost.forget(self.graveyard)
             self._record(records.LOST, "other code destroyed it", lost, stage, time.time(), 0.0)
             self._clear()
 
@@ -107,14 +110,17 @@ class Custody:
         # Whatever happens from here on, an interrupt included, the group is not ours to use any more.
         self.current = None
         start, clock = time.time(), time.perf_counter()
-        what = records.ABORTED if abort else records.DESTROYED
+        what, interrupted = (records.ABORTED if abort else records.DESTROYED), True
         try:
             if abort:
-                group.abort()
-            elif problem := group.destroy(last.config.destroy_timeout):
+                group.abort(self.graveyard)
+            elif problem := group.destroy(last.config.destroy_timeout, self.graveyard):
                 what = records.ABORTED
                 why = f"{why}; {problem}"
+            interrupted = False
         finally:
+            if interrupted:
+                what, why = records.ABORTED, f"{why}; it was interrupted"
             self._record(what, why, group, stage, start, time.perf_counter() - clock, by)
             self._clear()
 

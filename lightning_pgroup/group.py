@@ -8,15 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pgroup import c10d, transport
 from lightning_pgroup.excepthook import ExceptHookGuard
+from lightning_pgroup.graveyard import Graveyard, Wrapper
 from lightning_pgroup.signature import GroupSignature
 
 
 @dataclass(eq=False, slots=True)
 class OwnedGroup:
-    """A default group that we created. Holds no reference to it: torch does, so that other code may destroy it.
+    """A default group that we created. Torch holds it, so that other code may destroy it; we do only for its DDP wrappers.
 
     Attributes:
         generation: Its number, agreed by all ranks.
@@ -27,41 +29,63 @@ class OwnedGroup:
     signature: GroupSignature
     _reference: "weakref.ref[ProcessGroup]"
     _hook: ExceptHookGuard = field(repr=False)
+    _wrappers: list[Wrapper] = field(default_factory=list, repr=False)
+    _held: ProcessGroup | None = field(default=None, repr=False)
 
     def is_alive(self) -> bool:
         """Whether it is still the default group of this process."""
         group = self._reference()
         return group is not None and c10d.default_group() is group
 
-    def destroy(self, timeout: timedelta) -> str:
+    def hold_for(self, wrapper: DistributedDataParallel) -> None:
+        """A DDP wrapper works with it: it must not be the last to let go; see :mod:`lightning_pgroup.graveyard`."""
+        self._wrappers.append(weakref.ref(wrapper))
+        self._held = self._reference()
+
+    def release_holds(self) -> None:
+        """Stop holding it for wrappers that are gone."""
+        self._wrappers = [wrapper for wrapper in self._wrappers if wrapper() is not None]
+        if not self._wrappers:
+            self._held = None
+
+    def destroy(self, timeout: timedelta, graveyard: Graveyard) -> str:
         """End it in good order, or abort it when that takes longer than ``timeout``. Not collective.
 
         Returns:
             Why it did not end in good order; empty if it did.
         """
         groups = self._take()
+        problem = "it was interrupted"
         try:
-            if transport.shut_down(groups, timeout):
-                return ""
+            if transport.shut_down(groups, timeout, release=not self._wrappers):
+                problem = ""
+            else:
+                problem = f"the orderly shutdown did not end within `destroy_timeout` of {timeout.total_seconds():g} s"
         except Exception as error:
-            return f"the backend's shutdown raised {type(error).__name__}: {error}"
-        transport.abort(groups)
-        return f"the orderly shutdown did not end within `destroy_timeout` of {timeout.total_seconds():g} s"
+            problem = f"the backend's shutdown raised {type(error).__name__}: {error}"
+        finally:
+            if problem:
+                transport.abort(groups)
+            graveyard.bury(groups, self._wrappers)
+        return problem
 
-    def abort(self) -> None:
+    def abort(self, graveyard: Graveyard) -> None:
         """End it at once, in whatever state it is. Not collective; waits for no other rank."""
-        transport.abort(self._take())
+        groups = self._take()
+        transport.abort(groups)
+        graveyard.bury(groups, self._wrappers)
 
-    def forget(self) -> None:
+    def forget(self, graveyard: Graveyard) -> None:
         """Clean up after it was destroyed by other code."""
         self._hook.restore()
-
-    def leak(self) -> ProcessGroup | None:
-        """The group itself, for a forked child, which must never run its destructor."""
-        return self._reference()
+        if self._held is not None:
+            groups, self._held = [self._held], None
+            graveyard.bury(groups, self._wrappers)
 
     def _take(self) -> list[ProcessGroup]:
+        self.release_holds()
         groups = c10d.take_all_groups() if self.is_alive() else []
+        self._held = None
         self._hook.restore()
         return groups
 
@@ -83,6 +107,7 @@ def create_group(
     """
     # Its functions take the default group as a default argument, evaluated at import: imported after the creation of a group,
     # they would hold that group for ever (F20 of the design).
+    import torch.distributed.nn.functional  # noqa: F401
 
     hook = ExceptHookGuard()
     c10d.name_groups_after(generation)

@@ -9,8 +9,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pgroup import c10d
 from lightning_pgroup.acquisition import Acquisition
@@ -20,7 +22,12 @@ from lightning_pgroup.errors import GroupLostError, GroupMismatchError, PGroupEr
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.policy import Event, OnError, Ownership, reason
 from lightning_pgroup.rounds import describe
-from lightning_pgroup.transport import RELEASE_TIMEOUT, finish_releases
+
+RELEASE_TIMEOUT = timedelta(seconds=1)
+"""How long the end of a process waits for the destructors of groups that it has aborted."""
+
+LOCK_TIMEOUT = timedelta(seconds=5)
+"""How long the end of a process waits for a stage that still runs in another thread."""
 
 
 class Lifecycle:
@@ -37,8 +44,9 @@ class Lifecycle:
         self._lock = threading.RLock()
         self._depth = 0
         self._collected: deque[Claim] = deque()
+        self._has_run = False
         self._stages: list[Stage] = []
-        self._pending: list[Event] = []
+        self._pending: list[tuple[Event, str]] = []
 
     @property
     def generation(self) -> int | None:
@@ -68,10 +76,12 @@ class Lifecycle:
         with self._exclusive():
             self.check_open(claim, name)
             self._finish_pending()
+            if not self._stages:
+                self._custody.graveyard.clear()
             stage = Stage(claim, name, None if trainer is None else weakref.ref(trainer), request)
             self._stages.append(stage)
             claim.running += 1
-            claim.is_rank = True
+            claim.is_rank = self._has_run = True
             claim.failed = claim.pending = False
             return stage
 
@@ -132,7 +142,7 @@ class Lifecycle:
             if nested and self._stages[-1].acquired:
                 self._custody.use(self._stages[-1])  # the stage around it goes on using the group, by its own policies
             if tuner_exit:
-                self._end_later(claim, Event.STAGE_END)
+                self._end_later(stage, Event.STAGE_END)
             elif error is None:
                 why = "" if stage.trainer is not None else f"{reason(Event.STAGE_END)} (a collective between stages)"
                 self._custody.apply(Event.STAGE_END, stage=stage.name, in_use=nested, why=why)
@@ -143,7 +153,7 @@ class Lifecycle:
                 refused = isinstance(error, GroupMismatchError) and not stage.acquired
                 self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested or refused, why=why, by=claim)
                 if not claim.failed:
-                    self._end_later(claim, Event.ERROR_HANDLED)
+                    self._end_later(stage, Event.ERROR_HANDLED)
             if not nested:
                 self._acquisition.leave_word(stage, error)
 
@@ -152,20 +162,36 @@ class Lifecycle:
 
         Ends what had to outlive the launcher's function: a stage that a tuner left, or that failed and keeps its group.
         """
-        if claim.running:
-            return
         claim.failed = False
-        if claim.pending:
-            claim.pending = False
-            with self._exclusive():
+        if claim.running:
+            if self._custody.current is not None:
+                self._custody.current.release_holds()
+            return
+        with self._exclusive():
+            if not self._stages:
+                self._custody.graveyard.clear()
+            if claim.pending:
+                claim.pending = False
                 self._finish_pending()
 
+    def hold_for(self, wrapper: DistributedDataParallel) -> None:
+        """A strategy has built a DDP wrapper around the group that we own; see :mod:`lightning_pgroup.graveyard`."""
+        if self._custody.current is not None:
+            self._custody.current.hold_for(wrapper)
+
     @contextlib.contextmanager
-    def collective(self, claim: Claim, name: str, request: Callable[[], GroupRequest]) -> Iterator[bool]:
+    def collective(self, claim: Claim, name: str, request: Callable[[], GroupRequest], *, may_be_rank: bool) -> Iterator[bool]:
         """Wrap one collective of a strategy, so that it works or raises and is never silently local (F15 of the design).
 
         Between stages all ranks must call it: the group is created on demand, and ends afterwards if the policy is
         ``"on_teardown"``.
+
+        Args:
+            claim: Whose collective it is.
+            name: Its name.
+            request: Says which group it needs.
+            may_be_rank: Whether the strategy would run its stages in this very process, and so is one of the ranks as soon as
+                any stage has run here.
 
         Yields:
             Whether to run it over the group. ``False`` after a failure: there is no group and nobody must wait.
@@ -179,7 +205,9 @@ class Lifecycle:
             )
         if claim.failed:
             yield False
-        elif not claim.is_rank or (claim.pending and self.ownership() is not Ownership.NONE):
+        elif not (claim.is_rank or (may_be_rank and self._has_run)) or (
+            claim.pending and self.ownership() is not Ownership.NONE
+        ):
             yield True
         elif claim.running:
             stage = next(stage for stage in reversed(self._stages) if stage.claim is claim)
@@ -218,9 +246,9 @@ class Lifecycle:
         Raises:
             PGroupError: One of its stages is running.
         """
+        if claim.running:
+            raise PGroupError("A strategy can not be closed while one of its own stages is running.")
         with self._exclusive():
-            if claim.running:
-                raise PGroupError("A strategy can not be closed inside one of its own stages.")
             claim.closed = True
             self._finish_pending()
             self._give_up(claim, Event.STRATEGY_CLOSED)
@@ -231,12 +259,12 @@ class Lifecycle:
         Raises:
             PGroupError: A stage is running, or the group belongs to other code.
         """
+        if self._stages:
+            raise PGroupError(
+                f"{self._stages[-1].name!r} is running. Destroy the process group between stages, or use"
+                " `destroy='on_teardown'`."
+            )
         with self._exclusive():
-            if any(stage.acquired for stage in self._stages):
-                raise PGroupError(
-                    f"{self._stages[-1].name!r} is running in the process group. Destroy it between stages, or use"
-                    " `destroy='on_teardown'`."
-                )
             if self.ownership() is Ownership.FOREIGN:
                 raise PGroupError("The process group was created by other code, which has to destroy it.")
             self._finish_pending()
@@ -251,22 +279,27 @@ class Lifecycle:
                     self._custody.apply(Event.NEXT_TRAINER)
 
     def end_of_process(self, event: Event) -> None:
-        """End the group because this process ends (``WORKER_END`` or ``EXIT``). Local, bounded by ``destroy_timeout``."""
-        with self._exclusive():
+        """End the group because this process ends (``WORKER_END`` or ``EXIT``). Local, bounded by ``destroy_timeout``.
+
+        A stage that still waits in another thread, which no exit can wait for, loses its group after :data:`LOCK_TIMEOUT`.
+        """
+        with self._exclusive(LOCK_TIMEOUT):
             self._pending.clear()
             self._custody.apply(event)
-        finish_releases(RELEASE_TIMEOUT)
+            self._custody.graveyard.clear()
+        self._custody.graveyard.finish(RELEASE_TIMEOUT)
 
-    def _end_later(self, claim: Claim, event: Event) -> None:
-        claim.pending = True
-        self._pending.append(event)
+    def _end_later(self, stage: Stage, event: Event) -> None:
+        stage.claim.pending = True
+        self._pending.append((event, stage.name))
 
     def _finish_pending(self) -> None:
         """End what a stage left over, once no stage runs any more."""
         if self._stages:
             return
         while self._pending:
-            self._custody.apply(self._pending.pop(0))
+            event, name = self._pending.pop(0)
+            self._custody.apply(event, stage=name)
 
     def _give_up(self, claim: Claim, event: Event) -> None:
         if claim in self._custody.users:
@@ -275,14 +308,20 @@ class Lifecycle:
             self._custody.apply(event, in_use=in_use, by=claim)
 
     @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """One operation at a time; claims that the garbage collector gave up meanwhile follow at its end."""
-        with self._lock:
-            self._depth += 1
-            try:
-                yield
-                if self._depth == 1:
-                    while self._collected:
-                        self._give_up(self._collected.popleft(), Event.STRATEGY_COLLECTED)
-            finally:
-                self._depth -= 1
+    def _exclusive(self, timeout: timedelta | None = None) -> Iterator[None]:
+        """One operation at a time; claims that the garbage collector gave up meanwhile follow at its end.
+
+        Args:
+            timeout: Go on without the lock after this long, because the process ends.
+        """
+        locked = self._lock.acquire(timeout=-1 if timeout is None else timeout.total_seconds())
+        self._depth += 1
+        try:
+            yield
+            if self._depth == 1:
+                while self._collected:
+                    self._give_up(self._collected.popleft(), Event.STRATEGY_COLLECTED)
+        finally:
+            self._depth -= 1
+            if locked:
+                self._lock.release()

@@ -3,12 +3,15 @@
 A Lightning release that moves one breaks this file and no other; ``tests/test_lightning_private.py`` says which name moved.
 """
 
+import traceback
+
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend_for_device
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as lightning_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
@@ -19,6 +22,7 @@ __all__ = [
     "TunerExitException",
     "default_backend_for_device",
     "get_rank_zero_rank",
+    "in_error_handling",
     "requested_devices",
     "reset_seed",
     "set_num_threads_if_needed",
@@ -44,3 +48,12 @@ def set_rank_zero_rank(rank: int | None) -> None:
     """Set the rank by which ``rank_zero_only`` decides, in both places that have one."""
     for function in (lightning_rank_zero_only, utilities_rank_zero_only):
         function.rank = rank  # type: ignore[attr-defined]
+
+
+def in_error_handling() -> bool:
+    """Whether this thread is somewhere inside a Trainer's stage, its handling of an exception included.
+
+    Walks the stack; to be called only after a stage has raised.
+    """
+    code = call_and_handle_interrupt.__code__
+    return any(frame.f_code is code for frame, _ in traceback.walk_stack(None))

@@ -118,8 +118,8 @@ class Membership:
         if gone:
             raise WorldSizeError(
                 f"All ranks of this run are needed here, but these have ended: {', '.join(gone)}. A rank can not be started"
-                " again in the middle of a script. If it has failed, look for its own error above; if it has come to the end of the"
-                " script, let all ranks run the same stages and collectives."
+                " again in the middle of a script. If it has failed, look for its own error above; if it has come to the end"
+                " of the script, let all ranks run the same stages and collectives."
             )
 
     def is_known(self, place: Place) -> bool:
@@ -143,6 +143,8 @@ class Membership:
                 hosted = self._hosted if self._is_own(self.invitation) else None
                 self._teams[key] = join_invited(self.invitation, place.rank, place.timeout, hosted, self.check_children)
             else:
+                if place.init_method is None:
+                    self.check_size(place.size)
                 init_method = place.init_method or place.default_init_method()
                 self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout)
         return self._teams[key]

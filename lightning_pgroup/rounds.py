@@ -26,6 +26,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.errors import RendezvousAbandonedError, RendezvousTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 _POLL = 0.02
 _LIVENESS_PERIOD = 0.5
 _GRACE = timedelta(seconds=5)
-_JOIN = 2.0
+_ANSWER_TIMEOUT = timedelta(seconds=2)
 _DESCRIBED = 300
 
 Answer = Callable[[list[dict[str, Any]]], str]
@@ -56,7 +57,7 @@ class Rounds:
         self._number = 0
         self._passed: list[int] = []
         self._waiter: Store | None = None
-        self._waiting: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
 
     def run(
         self,
@@ -84,14 +85,13 @@ class Rounds:
         start = time.monotonic()
         self._number += 1
         number = self._number
-        self._say(said)
-        outcome = self._outcome(number, answer, start + timeout.total_seconds(), check_peers)
+        outcome = self._take_part(number, said, answer, start + timeout.total_seconds(), check_peers)
         if "abandoned" not in outcome:
             self._passed = [number]
             return str(outcome["answer"])
         self._passed.append(number)
         if outcome["abandoned"] == self._rank:
-            raise self._missing(number, said, time.monotonic() - start, timeout)
+            raise self._missing(number, said, time.monotonic() - start, timeout, silent=outcome["silent"])
         raise RendezvousAbandonedError(
             f"Rank {self._rank} of {self._size} can not start {said.get('stage', '')!r}: rank {outcome['abandoned']} is not"
             f" there for it, {outcome['why']}."
@@ -114,29 +114,64 @@ class Rounds:
         where = {"round": self._number, "left": left, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         self._store.set(f"rank/{self._rank}", json.dumps({**where, "said": said}))
 
-    def _outcome(self, number: int, answer: Answer, deadline: float, check_peers: Callable[[], None]) -> dict[str, Any]:
+    def _take_part(
+        self,
+        number: int,
+        said: dict[str, Any],
+        answer: Answer,
+        deadline: float,
+        check_peers: Callable[[], None],
+    ) -> dict[str, Any]:
         key = f"round/{number}/outcome"
+        outcomes: list[dict[str, Any]] = []
+        problems: list[BaseException] = []
+        done = threading.Event()
+
+        def take_part() -> None:
+            try:
+                self._say(said)
+                if self._store.add(f"round/{number}/arrived", 1) == self._size:
+                    outcomes.append(self._close(number, key, answer))
+                else:
+                    self._wait(key, deadline)
+                    outcomes.append(_load(self._store.get(key)))
+            except BaseException as error:
+                problems.append(error)
+            finally:
+                done.set()
+
+        # Operations on the store are deaf to signals, and do not return when its host is stopped.
+        self._thread = threading.Thread(target=take_part, name="lightning-pgroup-round", daemon=True)
+        self._thread.start()
         try:
-            if self._store.add(f"round/{number}/arrived", 1) == self._size:
-                return self._close(number, key, answer)
-            if self._wait(key, deadline, check_peers):
-                return _load(self._store.get(key))
+            while not done.wait(max(0.0, min(_LIVENESS_PERIOD, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    return self._give_up(key, "it had given up waiting")
+                check_peers()
+            self._thread.join()
+            if problems:
+                raise problems[0]
         except BaseException as error:
             self._passed.append(number)
             with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
                 self._give_up(key, describe(error))
             raise
-        return self._give_up(key, "it had given up waiting")
+        return outcomes[0]
 
     def _give_up(self, key: str, why: str) -> dict[str, Any]:
-        """Write that this rank leaves the round, unless the round has an outcome already, and end its waiting thread."""
-        outcome = self._publish(key, {"abandoned": self._rank, "why": why})
-        if self._waiting is not None:
+        """Write that this rank leaves the round, unless it has an outcome already, and end the thread that waits for one."""
+        outcome: dict[str, Any] = {"abandoned": self._rank, "why": why, "silent": True}
+
+        def publish() -> None:
+            outcome.update(self._publish(key, {"abandoned": self._rank, "why": why}), silent=False)
+
+        run_bounded(publish, _ANSWER_TIMEOUT, "give-up")
+        if self._thread is not None:
             # It must have seen the key before a later round deletes it.
-            self._waiting.join(_JOIN)
-            if self._waiting.is_alive():
+            self._thread.join(0.0 if outcome["silent"] else _ANSWER_TIMEOUT.total_seconds())
+            if self._thread.is_alive():
                 self._waiter = None
-        return outcome
+        return dict(outcome)
 
     def _close(self, number: int, key: str, answer: Answer) -> dict[str, Any]:
         keys = [f"rank/{rank}" for rank in range(self._size)]
@@ -160,48 +195,29 @@ class Rounds:
             self._store.delete_key(f"round/{number}/arrived")
             self._store.delete_key(f"round/{number}/outcome")
 
-    def _wait(self, key: str, deadline: float, check_peers: Callable[[], None]) -> bool:
-        """Wait for ``key`` until ``deadline``, open to Ctrl-C and without holding the store's client."""
-        if not hasattr(self._store, "clone"):
-            return self._poll(key, deadline, check_peers)
-        if self._waiter is None:
-            self._waiter = self._store.clone()
-        waiter = self._waiter
-        done = threading.Event()
-        problem: list[Exception] = []
-        bound = timedelta(seconds=max(0.0, deadline - time.monotonic())) + _GRACE
-
-        def wait() -> None:
-            try:
-                waiter.wait([key], bound)
-            except Exception as error:
-                problem.append(error)
-            finally:
-                done.set()
-
-        # A wait in C++ is deaf to signals and holds its client's lock, so that it runs on a thread and a client of its own.
-        # Giving up writes the key, which ends that thread.
-        self._waiting = threading.Thread(target=wait, name="lightning-pgroup-wait", daemon=True)
-        self._waiting.start()
-        while not done.wait(min(_LIVENESS_PERIOD, max(0.0, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
-                return False
-            check_peers()
-        self._waiting.join()
-        if problem:
-            raise problem[0]
-        return True
-
-    def _poll(self, key: str, deadline: float, check_peers: Callable[[], None]) -> bool:
+    def _wait(self, key: str, deadline: float) -> None:
+        """Wait for ``key``, a little beyond ``deadline``, without the lock of this rank's client (F21 of the design)."""
+        if hasattr(self._store, "clone"):
+            if self._waiter is None:
+                self._waiter = self._store.clone()
+            self._waiter.wait([key], timedelta(seconds=max(0.0, deadline - time.monotonic())) + _GRACE)
+            return
         pause = threading.Event()
         while not self._store.check([key]):
-            if time.monotonic() >= deadline:
-                return False
-            check_peers()
             pause.wait(_POLL)
-        return True
 
-    def _missing(self, number: int, said: dict[str, Any], waited: float, timeout: timedelta) -> RendezvousTimeoutError:
+    def _missing(
+        self, number: int, said: dict[str, Any], waited: float, timeout: timedelta, *, silent: bool
+    ) -> RendezvousTimeoutError:
+        begin = (
+            f"Rank {self._rank} of {self._size} waited {waited:.1f} s of {timeout.total_seconds():.1f} s for the other ranks"
+            f" to start {said.get('stage', '')!r}, but "
+        )
+        if silent:
+            return RendezvousTimeoutError(
+                f"{begin}the store in which they meet does not answer. The process that hosts it, rank 0 or the launcher, is"
+                " stopped or can not be reached any more."
+            )
         missing = []
         for rank in range(self._size):
             key = f"rank/{rank}"
@@ -214,9 +230,8 @@ class Rounds:
                 missing.append(f"rank {rank} (last seen at {at}: {stage!r}, pid {seen['pid']} on {seen['host']})")
         absent = f"{len(missing)} did not come: {'; '.join(missing)}" if missing else "the last of them came too late"
         return RendezvousTimeoutError(
-            f"Rank {self._rank} of {self._size} waited {waited:.1f} s of {timeout.total_seconds():.1f} s for the other ranks"
-            f" to start {said.get('stage', '')!r}, but {absent}. Let all ranks run"
-            " the same stages in the same order; if a rank only needs longer, raise `rendezvous_timeout`."
+            f"{begin}{absent}. Let all ranks run the same stages in the same order; if a rank only needs longer, raise"
+            " `rendezvous_timeout`."
         )
 
 

@@ -6,11 +6,13 @@ twice and no rank ever meets a key of the past.
 
 import ctypes
 import logging
+import os
 import socket
 from datetime import timedelta
 from typing import NamedTuple
+from urllib.parse import urlparse
 
-from torch.distributed import PrefixStore, Store, TCPStore, rendezvous
+from torch.distributed import PrefixStore, Store, TCPStore, is_torchelastic_launched, rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +68,21 @@ def connect_store(endpoint: Endpoint, timeout: timedelta) -> TCPStore:
 def launcher_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The store that an ``init_method`` stands for, by torch's own rendezvous.
 
-    Under torchrun that is a client of the agent's store, below a prefix for the attempt; else rank 0 hosts it.
+    Under torchrun that is a client of the agent's store; else rank 0 hosts it, and does not wait for the others: the first
+    round does, and names those who do not come.
 
     Args:
         init_method: ``tcp://host:port``, ``file://path`` or ``env://``.
         rank: This process's rank.
         world_size: Number of ranks.
-        timeout: How long to wait for the host, or, on the host, for all ranks.
+        timeout: How long to wait for the host, and bound of each operation.
     """
+    if init_method.startswith("env://") and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        init_method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    url = urlparse(init_method)
+    if url.scheme == "tcp" and url.hostname and url.port and not is_torchelastic_launched():
+        host = rank == 0
+        return TCPStore(url.hostname, url.port, None, host, timeout, wait_for_workers=False, multi_tenant=True)
     store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
     found: Store = store
     found.set_timeout(timeout)

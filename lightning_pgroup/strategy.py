@@ -3,6 +3,7 @@
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -15,12 +16,14 @@ from lightning.fabric.utilities.types import _PATH, ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_pgroup.claim import Claim, GroupRequest
 from lightning_pgroup.config import Duration, check_backend, check_ddp_arguments, parse_config, parse_duration
 from lightning_pgroup.lent_parts import LentParts
-from lightning_pgroup.lightning_private import get_rank_zero_rank, reset_seed, set_rank_zero_rank
+from lightning_pgroup.lightning_private import get_rank_zero_rank, in_error_handling, reset_seed, set_rank_zero_rank
 from lightning_pgroup.membership import Place
 from lightning_pgroup.multiprocessing_launcher import PGroupMultiProcessingLauncher
 from lightning_pgroup.policy import DestroyPolicy, OnError, OnMismatch
@@ -215,33 +218,39 @@ class PGroupDDPStrategy(LentParts):
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
-        with process_state().lifecycle.collective(self.claim(), "setup_distributed", self.request):
+        with self._collective("setup_distributed"):
             pass
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. Collective; between stages too, where it creates the group if needed."""
-        with process_state().lifecycle.collective(self.claim(), "barrier", self.request) as distributed:
+        with self._collective("barrier") as distributed:
             if distributed:
                 super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Send an object of one rank to all. Collective; between stages too, where it creates the group if needed."""
-        with process_state().lifecycle.collective(self.claim(), "broadcast", self.request) as distributed:
+        with self._collective("broadcast") as distributed:
             return super().broadcast(obj, src) if distributed else obj
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
         """Reduce a tensor over all ranks. Collective; between stages too, where it creates the group if needed."""
-        with process_state().lifecycle.collective(self.claim(), "reduce", self.request) as distributed:
+        with self._collective("reduce") as distributed:
             return super().reduce(tensor, group, reduce_op) if distributed else tensor
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor of all ranks. Collective; between stages too, where it creates the group if needed."""
-        with process_state().lifecycle.collective(self.claim(), "all_gather", self.request) as distributed:
+        with self._collective("all_gather") as distributed:
             return super().all_gather(tensor, group, sync_grads) if distributed else tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, say so. Collective; between stages too, where it creates the group if needed."""
+        with self._collective("reduce_boolean_decision") as distributed:
+            return super().reduce_boolean_decision(decision, all) if distributed else decision
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -262,6 +271,20 @@ class PGroupDDPStrategy(LentParts):
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_claim": None}
+
+    @override
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        wrapper = super()._setup_model(model)
+        process_state().lifecycle.hold_for(wrapper)
+        return wrapper
+
+    def _collective(self, name: str) -> AbstractContextManager[bool]:
+        claim = self.claim()
+        if claim.failed and not in_error_handling():
+            claim.failed = False  # a hook for errors has raised itself, so that Lightning did not call `teardown` (F33)
+        attached = self.cluster_environment is not None and bool(self.parallel_devices)
+        may_be_rank = attached and self._start_method == "popen"
+        return process_state().lifecycle.collective(claim, name, self.request, may_be_rank=may_be_rank)
 
     def request(self) -> GroupRequest:
         """The group that a stage of this strategy asks for. For the launchers."""

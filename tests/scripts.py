@@ -53,7 +53,11 @@ def start(body: str, folder: Path, *, launcher: list[str] | None = None, args: l
     """Start a script whose ``main`` has ``body``."""
     path = folder / "script.py"
     path.write_text(PREAMBLE + textwrap.indent(textwrap.dedent(body), "    ") + EPILOGUE)
-    command = [*(launcher or [sys.executable]), str(path), *(args or [])]
+    return start_command([*(launcher or [sys.executable]), str(path), *(args or [])], folder)
+
+
+def start_command(command: list[str], folder: Path) -> subprocess.Popen:
+    """Start a command as a user's shell would, in a session of its own."""
     environ = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")}
     environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(

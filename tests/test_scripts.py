@@ -1,10 +1,11 @@
 """Whole scripts under the real launchers: `python script.py` and `torchrun`."""
 
+import re
 import sys
 
 import pytest
 
-from tests.scripts import finish, run, start
+from tests.scripts import ROOT, finish, run, start, start_command
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 
@@ -84,6 +85,22 @@ def test_f34_a_single_device_test_after_a_fit(tmp_path):
     )
     assert done.code == 0, done.err
     assert done.said() == ["0 16.0", "1 16.0"]
+
+
+def test_the_main_job(tmp_path):
+    """What `make demo` runs."""
+    path = ROOT / "examples" / "digits.py"
+    done = finish(start_command([sys.executable, str(path), "--destroy", "on_teardown"], tmp_path))
+    assert done.code == 0, done.err
+    accuracy = float(re.search(r"test accuracy (\S+),", done.out).group(1))
+    assert accuracy >= 0.95
+    lines = [" ".join(line.split()) for line in done.out.splitlines() if line.startswith("  ")]
+    assert lines == [
+        "fit generation 1: created because there was no group",
+        "fit generation 1: destroyed because on_teardown: the stage ended",
+        "test generation 2: created because there was no group",
+        "test generation 2: destroyed because on_teardown: the stage ended",
+    ]
 
 
 def test_four_jobs_at_the_same_moment(tmp_path):

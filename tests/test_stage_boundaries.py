@@ -232,7 +232,7 @@ def test_f10_lr_find_is_no_error_and_its_teardown_hooks_have_the_group():
         assert not alive
         assert [hook for hook, _, _ in seen] == ["callback.teardown", "callback.on_fit_end", "callback.teardown"]
         assert {total for _, total, _ in seen} == {1.0}
-        assert events == [("fit", "created", 1), ("", "destroyed", 1), ("fit", "created", 2), ("fit", "destroyed", 2)]
+        assert events == [("fit", "created", 1), ("fit", "destroyed", 1), ("fit", "created", 2), ("fit", "destroyed", 2)]
 
 
 def test_f10_a_tuner_exit_whose_teardown_hook_raises_leaves_nothing_over():
@@ -248,7 +248,7 @@ def test_f10_a_tuner_exit_whose_teardown_hook_raises_leaves_nothing_over():
         return whats(strategy), whats(other), dist.is_initialized()
 
     for first, second, alive in run_ranks(job):
-        assert first == [("fit", "created", 1), ("", "destroyed", 1)]
+        assert first == [("fit", "created", 1), ("fit", "destroyed", 1)]
         assert second == [("fit", "created", 2), ("fit", "destroyed", 2)]
         assert not alive
 

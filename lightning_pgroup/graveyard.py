@@ -1,0 +1,72 @@
+"""Where ended groups rest until nothing but Python holds them.
+
+A ``DistributedDataParallel`` wrapper holds its group in C++ too, through its reducer. If the reducer is the last to let go,
+it runs the group's destructor with Python's lock held; that destructor joins gloo's threads, one of which may wait for the
+very lock to release a finished collective. The process then stands still, deaf to everything. So a group that has ended is kept
+until its wrappers have lost their reducers, and is then released by Python, which gives its lock away meanwhile.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+Wrapper = weakref.ref[DistributedDataParallel]
+
+_HOLDERS = ("reducer", "logger")
+"""The attributes of a wrapper that hold its group in C++."""
+
+
+class Graveyard:
+    """The ended groups of this process that a wrapper may still hold, and the threads that release those that are free."""
+
+    def __init__(self) -> None:
+        self._graves: list[tuple[list[ProcessGroup], list[Wrapper]]] = []
+        self._releasing: list[threading.Thread] = []
+
+    def bury(self, groups: list[ProcessGroup], wrappers: Iterable[Wrapper]) -> None:
+        """Take ended groups over from the caller, whose list is empty afterwards. Never waits."""
+        grave = (list(groups), [wrapper for wrapper in wrappers if wrapper() is not None])
+        groups.clear()
+        if grave[1]:
+            self._graves.append(grave)
+        else:
+            self._release(grave[0])
+
+    def clear(self) -> None:
+        """Release all groups. Their wrappers lose their reducers: they have nothing to reduce over any more. Never waits.
+
+        To be called only when no Trainer works with these wrappers any more.
+        """
+        graves, self._graves = self._graves, []
+        for groups, wrappers in graves:
+            detach(wrappers)
+            self._release(groups)
+
+    def finish(self, timeout: timedelta) -> None:
+        """Wait, at most ``timeout``, for the destructors: the interpreter must not end in the middle of one."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while self._releasing:
+            self._releasing.pop().join(max(0.0, deadline - time.monotonic()))
+
+    def _release(self, groups: list[ProcessGroup]) -> None:
+        if not groups:
+            return
+        self._releasing = [thread for thread in self._releasing if thread.is_alive()]
+        # A destructor may wait for work that never ends; whoever ends a group must not wait for it.
+        thread = threading.Thread(target=groups.clear, name="lightning-pgroup-release", daemon=True)
+        self._releasing.append(thread)
+        thread.start()
+
+
+def detach(wrappers: Iterable[Wrapper]) -> None:
+    """Let wrappers whose group has ended let go of it."""
+    for reference in wrappers:
+        wrapper = reference()
+        if wrapper is not None:
+            for name in _HOLDERS:
+                vars(wrapper).pop(name, None)
