@@ -149,11 +149,18 @@ def _parse_init_method(init_method: str | None) -> str | None:
         return None
     if not isinstance(init_method, str):
         raise TypeError(f"`init_method` must be a string or None, got {init_method!r}.")
-    url = urlparse(init_method)
-    complete = {"env": True, "tcp": bool(url.hostname and url.netloc.rpartition(":")[2]), "file": bool(url.path)}
-    if not complete.get(url.scheme) or "://" not in init_method:
+    if not _is_complete(init_method):
         raise ValueError(
             f"`init_method` must be 'env://', 'tcp://' with host:port, or 'file://' with a path on a file system that all"
             f" ranks share, got {init_method!r}."
         )
     return init_method
+
+
+def _is_complete(init_method: str) -> bool:
+    try:
+        url = urlparse(init_method)
+        complete = {"env": True, "tcp": bool(url.hostname and url.port), "file": bool(url.path)}
+    except ValueError:  # a port that is no number, or an address that is none
+        return False
+    return complete.get(url.scheme, False) and "://" in init_method

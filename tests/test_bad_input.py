@@ -32,6 +32,8 @@ BAD = [
     ({"init_method": "http://x"}, ValueError, "'env://', 'tcp://'"),
     ({"init_method": "tcp://"}, ValueError, "with host:port"),
     ({"init_method": "tcp://host"}, ValueError, "with host:port"),
+    ({"init_method": "tcp://host:port"}, ValueError, "with host:port"),
+    ({"init_method": "tcp://[::1"}, ValueError, "with host:port"),
     ({"init_method": "file://"}, ValueError, "with a path"),
     ({"init_method": "env:"}, ValueError, "'env://'"),
     ({"init_method": 5}, TypeError, "must be a string"),

@@ -12,6 +12,7 @@ from lightning_pgroup.process_state import process_state
 from tests.backends import NAME, StubbornGroup, register_stubborn_backend
 from tests.models import TinyData, TinyModel, make_trainer, whats
 from tests.ranks import run_ranks
+from tests.scripts import run
 from tests.test_stage_boundaries import Raises
 
 TIMEOUT = 0.3
@@ -166,3 +167,24 @@ def test_a_shutdown_that_raises_is_reported_and_does_not_stop_the_run():
     assert [event[1] for event in events] == ["created", "aborted"] * 2
     assert why == "on_teardown: the stage ended; the backend's shutdown raised OSError: no shutdown today"
     assert not alive
+
+
+def test_a_hanging_shutdown_at_the_real_exit_of_the_interpreter(tmp_path):
+    done = run(
+        f"""
+        import time
+        from tests.backends import StubbornGroup, register_stubborn_backend
+        register_stubborn_backend()
+        StubbornGroup.deaf = True
+        strategy = PGroupDDPStrategy(destroy="at_exit", destroy_timeout={TIMEOUT}, process_group_backend="{NAME}")
+        make_trainer(strategy, devices=1).fit(TinyModel(), datamodule=TinyData())
+        say("the end", time.time())
+        sys.exit(5)
+        """,
+        tmp_path,
+        timeout=50,
+    )
+    ended = time.time() - float(done.said()[0].split()[-1])
+    assert done.code == 5
+    assert ended < 25  # `destroy_timeout`, then 5 s for the abort, then the interpreter's own end
+    assert "destroy_timeout" in done.err
