@@ -143,15 +143,22 @@ def test_sync_batchnorm_is_applied_and_reverted(monkeypatch):
     monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda self, module: None)
 
     def job(rank):
-        seen = []
-        model = BatchNormModel(seen)
-        trainer = make_trainer(PGroupDDPStrategy(destroy="on_teardown"), sync_batchnorm=True)
-        for _ in range(2):
-            trainer.fit(model, datamodule=TinyData())
-            seen.append(type(model.layer[1]).__name__)
-        return seen
+        def life(build):
+            seen = []
+            model = BatchNormModel(seen)
+            for _ in range(2):
+                make_trainer(build(), sync_batchnorm=True).fit(model, datamodule=TinyData())
+                seen.append(type(model.layer[1]).__name__)
+            return seen
 
-    assert run_ranks(job) == [["SyncBatchNorm", "BatchNorm1d"] * 2] * 2
+        ours = life(lambda: PGroupDDPStrategy(destroy="on_teardown"))
+        theirs = life(DDPStrategy)
+        dist.destroy_process_group()
+        return ours == theirs, ours
+
+    for same_as_plain, seen in run_ranks(job, check_leaks=False):
+        assert same_as_plain
+        assert [name == "SyncBatchNorm" for name in seen] == [True, False, True, False]
 
 
 def test_sync_batchnorm_on_cpu_is_torchs_own_error_and_leaves_no_group():
