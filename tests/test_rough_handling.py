@@ -146,27 +146,29 @@ def test_an_inner_stage_that_fails_leaves_the_outer_ones_collectives_alone(same_
     assert run_ranks(job, check_leaks=not same_trainer) == [["inner raised", [0.0, 1.0], 1.0]] * 2
 
 
-def test_a_stopped_host_of_the_store_is_not_waited_for_beyond_the_timeout():
-    stopped = multiprocessing.get_context("fork").Value("i", 0)
+def test_a_stopped_host_of_the_store_is_not_waited_for_beyond_the_timeout(tmp_path):
     told = multiprocessing.get_context("fork").Event()
+    host = tmp_path / "host"
 
     def job(rank):
         make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(TinyModel(), datamodule=TinyData())
         if rank == 0:
-            stopped.value = os.getpid()
+            (tmp_path / "part").write_text(str(os.getpid()))
+            (tmp_path / "part").rename(host)
             assert told.wait(40)
             return None
         pause = threading.Event()
-        while not stopped.value:
+        while not host.exists():
             pause.wait(0.01)
-        os.kill(stopped.value, signal.SIGSTOP)
+        pid = int(host.read_text())
+        os.kill(pid, signal.SIGSTOP)
         try:
             start = time.monotonic()
             with pytest.raises(RendezvousTimeoutError, match="the store in which they meet does not answer"):
                 make_trainer(PGroupDDPStrategy(rendezvous_timeout=1)).fit(TinyModel(), datamodule=TinyData())
             return time.monotonic() - start
         finally:
-            os.kill(stopped.value, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
             told.set()
 
     _, took = run_ranks(job, check_leaks=False, deadline=50)
