@@ -119,7 +119,7 @@ class Acquisition:
         def answer(said: list[dict[str, Any]]) -> str:
             decision = agreement.decide([Report.from_payload(one) for one in said])
             if decision.action == agreement.CREATE:
-                team.open_generation(decision.generation)
+                team.announce(decision.generation)
             return decision.to_json()
 
         if team.size == 1:
@@ -168,6 +168,7 @@ class Acquisition:
             return
         custody.end(decision.why, stage=stage.name, by=stage.claim)
         start, clock = time.time(), time.perf_counter()
+        team.delete_before(decision.generation)
         group = create_group(
             decision.generation,
             request.signature,

@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 from urllib.parse import urlparse
@@ -89,8 +90,8 @@ def launcher_store(init_method: str, rank: int, world_size: int, timeout: timede
     return found
 
 
-def delete_below(store: Store, prefix: str) -> int:
-    """Delete all keys below ``prefix`` in ``store``; returns their number.
+def delete_below(store: Store, prefix: str, choose: Callable[[str], bool] = lambda key: True) -> int:
+    """Delete the keys below ``prefix`` in ``store``, or those of them that ``choose`` takes; returns their number.
 
     Does nothing on a torch whose stores cannot list their keys (``list_keys`` is newer than torch 2.6): a few short keys of
     each generation then stay in the store.
@@ -99,7 +100,7 @@ def delete_below(store: Store, prefix: str) -> int:
         return 0
     # A prefix store puts a slash behind its prefix, so that "gen" stands for all keys that start with "gen/".
     below = PrefixStore(prefix, store)
-    keys = below.list_keys()
+    keys = [key for key in below.list_keys() if choose(key)]
     for key in keys:
         below.delete_key(key)
     return len(keys)

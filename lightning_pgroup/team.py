@@ -111,10 +111,18 @@ class Team:
         """The part of the store that belongs to one generation."""
         return PrefixStore(f"{_GENERATIONS}/{generation}", self.store)
 
-    def open_generation(self, generation: int) -> None:
-        """Make room for a generation: delete the keys of all before it. On one rank, once all have agreed to leave them."""
-        delete_below(self.store, _GENERATIONS)
+    def announce(self, generation: int) -> None:
+        """Note that the ranks have agreed on a generation. On one rank, before the others learn of it."""
         self.store.set(_HIGHEST, str(generation))
+
+    def delete_before(self, generation: int) -> None:
+        """Delete the keys of all generations before this one, which all ranks have agreed to leave.
+
+        To be called on all ranks; rank 0 does it, since it hosts the store wherever a rank does: in torch 2.13 ``list_keys``
+        waits with Python's lock held, so that a rank whose host is stopped would stand still altogether.
+        """
+        if self.rank == 0:
+            delete_below(self.store, _GENERATIONS, lambda key: int(key.partition("/")[0]) < generation)
 
     def leave_records(self, text: str) -> None:
         """Leave this rank's records for the process that has started the run."""

@@ -63,6 +63,17 @@ def test_delete_below_touches_nothing_else():
     assert sorted(store.list_keys()) == ["a/c", "ab"]
 
 
+def test_only_rank_0_deletes_and_only_what_is_over():
+    store = HashStore()
+    teams = [Team(store, "run", rank, 2, is_host=False) for rank in range(2)]
+    for generation in (9, 10):
+        teams[1].generation_store(generation).set("address", "x")
+    teams[1].delete_before(11)
+    assert len(store.list_keys()) == 2
+    teams[0].delete_before(10)
+    assert store.list_keys() == ["lightning_pgroup/run/gen/10/address"]
+
+
 def test_delete_below_without_list_keys():
     assert delete_below(object(), "a") == 0
 
@@ -81,7 +92,8 @@ def test_a_run_is_cleaned_up_and_tells_its_highest_generation():
     assert Team.clean_up(store, invitation) == (3, "[]")
     team = Team(store, invitation.run, 0, 1, is_host=True)
     for generation in (4, 5):
-        team.open_generation(generation)
+        team.announce(generation)
+        team.delete_before(generation)
         team.generation_store(generation).set("address", "x")
     assert len([key for key in store.list_keys() if "/gen/" in key]) == 1
     team.leave_records("[1]")
