@@ -7,18 +7,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_pgroup import agreement, records
+from lightning_pgroup import agreement, failure, records
 from lightning_pgroup.__about__ import __version__
 from lightning_pgroup.agreement import Decision, Report
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.claim import GroupRequest, Stage
 from lightning_pgroup.custody import Custody
 from lightning_pgroup.errors import GroupMismatchError, RanksDisagreeError, StoreLostError, WorldSizeError
+from lightning_pgroup.failure import FailureRecord
 from lightning_pgroup.group import create_group
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.policy import Action, Event, OnMismatch, Ownership, reason
 from lightning_pgroup.rounds import describe
 from lightning_pgroup.team import Team
+
+TELL_TIMEOUT = timedelta(seconds=0.5)
+"""How long a rank that fails tries to record that, before it cuts its connections."""
 
 WORD_TIMEOUT = timedelta(seconds=1)
 """How long a rank that fails tries to tell the others."""
@@ -65,6 +69,40 @@ class Acquisition:
             ) from error
         self._carry_out(Decision.from_json(text), team, stage, request, time.perf_counter() - clock)
 
+    def tell_failure(self, stage: Stage, error: BaseException, hook: str) -> None:
+        """Record the failure of a stage for all ranks, and note on ``error`` which one was the first.
+
+        Local, waits at most :data:`TELL_TIMEOUT`; never raises. To be called before the connections are cut, so that those who
+        wake up find the record.
+        """
+        group, team = self._custody.current, self.team
+        if not stage.failure and group is not None and team is not None and stage.acquired:
+            record = FailureRecord.of(
+                error, generation=group.generation, rank=group.signature.rank, stage=stage.name, hook=hook
+            )
+            stage.failure = self._first_failure(team, record).describe()
+            records.logger.warning(
+                "[rank %d/%d gen %d] %s failed here with %s. %s",
+                record.rank,
+                group.signature.world_size,
+                record.generation,
+                stage.name,
+                record.kind,
+                stage.failure,
+            )
+        if stage.failure:
+            error.add_note(stage.failure)
+
+    def _first_failure(self, team: Team, record: FailureRecord) -> FailureRecord:
+        first = [record]
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):  # the host of the store may be the rank that has died
+                first[0] = failure.publish(team.store, record)
+
+        run_bounded(tell, TELL_TIMEOUT, "failure")
+        return first[0]
+
     def leave_word(self, stage: Stage, error: BaseException | None) -> None:
         """Tell ranks that wait for this one how its stage ended. Local, waits at most :data:`WORD_TIMEOUT`; never raises.
 
@@ -74,11 +112,7 @@ class Acquisition:
         def tell() -> None:
             with contextlib.suppress(Exception):  # the host of the store may be gone
                 if error is not None and not stage.met:
-                    stage.met = True
-                    place = stage.request().place
-                    if place.size > 1 and self._membership.is_known(place):
-                        self.team = self._membership.team(place)
-                        self.team.rounds.abandon(f"it has failed before: {describe(error)}")
+                    self._stay_away(stage, f"it has failed before: {describe(error)}")
                 if self.team is not None:
                     self.team.rounds.note(f"{'raised in' if error else 'finished'} {stage.name}")
 
@@ -86,6 +120,17 @@ class Acquisition:
             tell()
         else:
             run_bounded(tell, WORD_TIMEOUT, "word")  # or stopped
+
+    def _stay_away(self, stage: Stage, why: str) -> None:
+        stage.met = True
+        place = stage.request().place
+        if place.size == 1:
+            return
+        if self._membership.is_known(place):
+            self.team = self._membership.team(place)
+            self.team.rounds.abandon(why)
+        elif self._custody.ownership() is not Ownership.FOREIGN:
+            self._membership.note_missed(place, why)
 
     def share_running(self, stage: Stage, request: GroupRequest) -> None:
         """Let a stage use the group in which another one, around it, is running; that one can not lose it.
@@ -176,6 +221,7 @@ class Acquisition:
             request.device_id,
             request.pg_options,
         )
+        group.watch(team.store)
         custody.take(group)
         custody.record_use(records.CREATED, decision.why, stage, start, time.perf_counter() - clock)
 

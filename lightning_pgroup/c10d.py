@@ -7,6 +7,7 @@ outcome with torch's own and names what moved when a new torch changes it.
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
@@ -53,8 +54,7 @@ def take_all_groups() -> list[ProcessGroup]:
         the last references that torch had.
     """
     world = distributed_c10d._world
-    names = world.pg_names
-    groups = sorted(names, key=lambda group: names[group], reverse=True)
+    groups = all_groups()
     comms: list[Any] = getattr(world, "comms", [])
     comms.clear()
     distributed_c10d._update_default_pg(None)
@@ -63,6 +63,64 @@ def take_all_groups() -> list[ProcessGroup]:
     distributed_c10d._unregister_all_process_groups()
     reset_names()
     return groups
+
+
+def all_groups() -> list[ProcessGroup]:
+    """All groups of this process, in the order of :func:`take_all_groups`, which stay where they are."""
+    names = distributed_c10d._world.pg_names
+    return sorted(names, key=lambda group: names[group], reverse=True)
+
+
+def backends_in_use() -> frozenset[str]:
+    """The backends of all groups of this process, as torch names them, possibly mixed."""
+    return frozenset(str(config) for config in distributed_c10d._world.pg_backend_config.values())
+
+
+def address_keys(groups: list[ProcessGroup]) -> list[list[str]]:
+    """Where the groups of one generation leave their addresses, below the store of that generation.
+
+    One list for each group and kind of device; a list of which not all keys are there belongs to no backend with addresses.
+    Computed rather than listed: in torch 2.13 ``list_keys`` waits with Python's lock held.
+    """
+    if not groups:
+        return []
+    names = distributed_c10d._world.pg_names
+    default = names[groups[-1]]
+    keys = []
+    for group in groups:
+        path = default if names[group] == default else f"{default}//{names[group]}"
+        keys += [[f"{path}//{device}//0/{rank}" for rank in range(group.size())] for device in ("cpu", "cuda")]
+    return keys
+
+
+def abort_groups(groups: list[ProcessGroup]) -> list[Exception]:
+    """Call ``abort()`` on groups, grouped as torch does it for NCCL, whose aborts could else wait for one another.
+
+    Returns:
+        What backends raised.
+    """
+    problems: list[Exception] = []
+    nccl = next((backend for group in groups if (backend := _nccl(group)) is not None), None)
+    if nccl is not None:
+        nccl._group_start()
+    for group in groups:
+        try:
+            group.abort()
+        except Exception as error:
+            problems.append(error)
+    if nccl is not None:
+        nccl._group_end()
+    return problems
+
+
+def _nccl(group: ProcessGroup) -> Any:
+    if not dist.is_nccl_available():
+        return None
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return None
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
 
 
 def finish_hooks(group: ProcessGroup) -> None:

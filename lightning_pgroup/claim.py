@@ -29,6 +29,7 @@ class Claim:
         pending: Whether its last stage has left the launcher but not yet been torn down by the Trainer.
         failed: Whether its last stage raised and the Trainer has not yet torn it down: its collectives are local then, so that
             hooks for errors can not hang.
+        terminated: Whether SIGTERM arrived in its last stage.
         closed: Whether it was closed.
     """
 
@@ -38,6 +39,7 @@ class Claim:
     running: int = 0
     pending: bool = False
     failed: bool = False
+    terminated: bool = False
     closed: bool = False
 
 
@@ -69,6 +71,7 @@ class Stage:
         request: Says which group it asks for; asked for only when that is needed.
         met: Whether it has come to the rendezvous of the ranks, or has stayed away from it for good.
         acquired: Whether it has got its group.
+        failure: The first failure of its generation, in words, once that is known.
     """
 
     claim: Claim
@@ -76,4 +79,5 @@ class Stage:
     trainer: "weakref.ref[object] | None"
     request: Callable[[], GroupRequest]
     met: bool = False
+    failure: str = ""
     acquired: bool = False

@@ -59,8 +59,12 @@ class Graveyard:
         self._releasing = [thread for thread in self._releasing if thread.is_alive()]
         # A destructor may wait for work that never ends; whoever ends a group must not wait for it.
         thread = threading.Thread(target=groups.clear, name="lightning-pgroup-release", daemon=True)
-        self._releasing.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            groups.clear()  # Python 3.12 starts no thread any more once the interpreter has begun to exit
+        else:
+            self._releasing.append(thread)
 
 
 def detach(wrappers: Iterable[Wrapper]) -> None:

@@ -1,5 +1,6 @@
 """One generation: creates a default group over a store, knows whether it still lives, and ends it."""
 
+import contextlib
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,9 +12,14 @@ from torch.distributed import ProcessGroup, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pgroup import c10d, transport
+from lightning_pgroup.backends import peers_notice
+from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.excepthook import ExceptHookGuard
 from lightning_pgroup.graveyard import Graveyard, Wrapper
+from lightning_pgroup.monitor import FailureMonitor
 from lightning_pgroup.signature import GroupSignature
+
+_READ_TIMEOUT = timedelta(seconds=0.5)
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +37,9 @@ class OwnedGroup:
     _hook: ExceptHookGuard = field(repr=False)
     _wrappers: list[Wrapper] = field(default_factory=list, repr=False)
     _held: ProcessGroup | None = field(default=None, repr=False)
+    _store: Store | None = field(default=None, repr=False)
+    _addresses: tuple[bytes, ...] = field(default=(), repr=False)
+    _monitor: FailureMonitor | None = field(default=None, repr=False)
 
     def is_alive(self) -> bool:
         """Whether it is still the default group of this process."""
@@ -54,6 +63,7 @@ class OwnedGroup:
         Returns:
             Why it did not end in good order; empty if it did.
         """
+        backends, addresses = c10d.backends_in_use(), self._addresses
         groups = self._take()
         problem = "it was interrupted"
         try:
@@ -65,24 +75,57 @@ class OwnedGroup:
             problem = f"the backend's shutdown raised {type(error).__name__}: {error}"
         finally:
             if problem:
-                transport.abort(groups)
+                transport.abort(groups, backends, addresses)
             graveyard.bury(groups, self._wrappers)
         return problem
 
     def abort(self, graveyard: Graveyard) -> None:
         """End it at once, in whatever state it is. Not collective; waits for no other rank."""
+        backends, addresses = c10d.backends_in_use(), self._all_addresses()
         groups = self._take()
-        transport.abort(groups)
+        transport.abort(groups, backends, addresses)
         graveyard.bury(groups, self._wrappers)
+
+    def watch(self, run_store: Store) -> None:
+        """Let a thread abort the group when another rank fails, if its backend does not wake a waiting rank by itself."""
+        if self.signature.world_size > 1 and not peers_notice([self.signature.backend]):
+            if self._store is not None and hasattr(self._store, "clone"):
+                self._store = self._store.clone()  # the thread must not wait for a client that the main thread waits with
+            self._monitor = FailureMonitor(run_store, self.generation, self._abort_in_place)
 
     def forget(self, graveyard: Graveyard) -> None:
         """Clean up after it was destroyed by other code."""
+        self._stop_monitor()
         self._hook.restore()
         if self._held is not None:
             groups, self._held = [self._held], None
             graveyard.bury(groups, self._wrappers)
 
+    def _abort_in_place(self) -> None:
+        """Free a rank that waits in a collective; it then drops the group itself. Called on the monitor's thread."""
+        if self.is_alive():
+            transport.abort(c10d.all_groups(), c10d.backends_in_use(), self._all_addresses())
+
+    def _all_addresses(self) -> tuple[bytes, ...]:
+        """What this generation has in the store, sub-groups of others included; what it had at first if that is gone."""
+        found: list[bytes] = []
+        store, keys = self._store, c10d.address_keys(c10d.all_groups()) if self.is_alive() else []
+        if store is not None and keys:
+
+            def read() -> None:
+                with contextlib.suppress(Exception):  # the host of the store may be the rank that has died
+                    found.extend(_values(store, keys))
+
+            run_bounded(read, _READ_TIMEOUT, "addresses")
+        return (*self._addresses, *found)
+
+    def _stop_monitor(self) -> None:
+        if self._monitor is not None:
+            self._monitor.stop()
+            self._monitor = None
+
     def _take(self) -> list[ProcessGroup]:
+        self._stop_monitor()
         self.release_holds()
         groups = c10d.take_all_groups() if self.is_alive() else []
         self._held = None
@@ -124,9 +167,22 @@ def create_group(
         hook.created()
         group = c10d.default_group()
         assert group is not None
-        return OwnedGroup(generation, signature, weakref.ref(group), hook)
+        owned = OwnedGroup(generation, signature, weakref.ref(group), hook, _store=store)
+        if signature.world_size > 1:
+            owned._addresses = tuple(_values(store, c10d.address_keys([group])))
+        return owned
     except BaseException:
         hook.created()
         hook.restore()
         c10d.take_all_groups()
         raise
+
+
+def _values(store: Store, keys: list[list[str]]) -> list[bytes]:
+    """The values of those lists of keys that are all there; two operations for each list."""
+    found: list[bytes] = []
+    for one in keys:
+        if store.check(one):
+            at_once = store.has_extended_api()  # type: ignore[attr-defined]
+            found += store.multi_get(one) if at_once else [store.get(key) for key in one]
+    return found

@@ -82,7 +82,7 @@ class Lifecycle:
             self._stages.append(stage)
             claim.running += 1
             claim.is_rank = self._has_run = True
-            claim.failed = claim.pending = False
+            claim.failed = claim.pending = claim.terminated = False
             return stage
 
     def check_open(self, claim: Claim, name: str) -> None:
@@ -125,7 +125,7 @@ class Lifecycle:
             stage.acquired = True
             self._custody.use(stage)
 
-    def leave(self, stage: Stage, error: BaseException | None = None, *, tuner_exit: bool = False) -> None:
+    def leave(self, stage: Stage, error: BaseException | None = None, *, tuner_exit: bool = False, hook: str = "") -> None:
         """End a stage, whose function returned or raised. Local; bounded by ``destroy_timeout``.
 
         Args:
@@ -133,6 +133,7 @@ class Lifecycle:
             error: What the function raised.
             tuner_exit: The exception is Lightning's way out of a tuner and no error: the Trainer goes on to call the
                 ``teardown`` hooks, and the stage ends with :meth:`finish`.
+            hook: The hook in which it raised, as far as that is known.
         """
         claim = stage.claim
         with self._exclusive():
@@ -151,11 +152,26 @@ class Lifecycle:
                 why = f"{Event.STAGE_ERROR.value} {describe(error)}"
                 # Who refuses a group, as all ranks do then, does not use it: it stays as it is.
                 refused = isinstance(error, GroupMismatchError) and not stage.acquired
+                if claim.failed and not nested:
+                    self._acquisition.tell_failure(stage, error, hook)
                 self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested or refused, why=why, by=claim)
                 if not claim.failed:
                     self._end_later(stage, Event.ERROR_HANDLED)
-            if not nested:
+            if not any(outer.acquired for outer in self._stages):
                 self._acquisition.leave_word(stage, error)
+
+    def terminate(self, claim: Claim) -> None:
+        """The process was asked to end by SIGTERM: tell the others and drop the group, so that nobody waits (F28).
+
+        Called in the signal handler. The stage goes on to its end or to the next collective, which raises.
+        """
+        with self._exclusive():
+            if not claim.running or claim.config.on_error is OnError.KEEP:
+                return
+            claim.terminated = True
+            stage = next(stage for stage in reversed(self._stages) if stage.claim is claim)
+            self._acquisition.tell_failure(stage, SystemExit("SIGTERM was received"), "")
+            self._custody.apply(Event.STAGE_ERROR, stage=stage.name, why="SIGTERM was received", by=claim)
 
     def finish(self, claim: Claim) -> None:
         """The Trainer tears down a stage of this strategy. Local, bounded by ``destroy_timeout``.

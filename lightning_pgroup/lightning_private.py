@@ -12,15 +12,18 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as lightning_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 __all__ = [
     "MultiProcessingLauncher",
+    "SIGTERMException",
     "SubprocessScriptLauncher",
     "TunerExitException",
     "default_backend_for_device",
+    "failing_hook",
     "get_rank_zero_rank",
     "in_error_handling",
     "requested_devices",
@@ -57,3 +60,16 @@ def in_error_handling() -> bool:
     """
     code = call_and_handle_interrupt.__code__
     return any(frame.f_code is code for frame, _ in traceback.walk_stack(None))
+
+
+_CALLERS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_lightning_datamodule_hook", "_call_strategy_hook")
+
+
+def failing_hook(error: BaseException) -> str:
+    """The innermost of Lightning's hooks that ``error`` came through; empty if it came through none."""
+    hooks = [
+        str(frame.f_locals.get("hook_name", ""))
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name in _CALLERS
+    ]
+    return hooks[-1] if hooks else ""

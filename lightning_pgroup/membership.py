@@ -53,6 +53,7 @@ class Membership:
         self._endpoint: Endpoint | None = None
         self._alone = Team.alone()
         self._teams: dict[object, Team] = {}
+        self._missed: dict[object, list[str]] = {}
 
     def invite(self, size: int, highest: int) -> Invitation:
         """Host this process's store, on loopback, if that is not done yet, and invite ranks to a new run.
@@ -147,7 +148,13 @@ class Membership:
                     self.check_size(place.size)
                 init_method = place.init_method or place.default_init_method()
                 self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout)
+            for why in self._missed.pop(key, ()):
+                self._teams[key].rounds.abandon(why)
         return self._teams[key]
+
+    def note_missed(self, place: Place, why: str) -> None:
+        """A stage has failed before this rank's first contact with its team: it is told when they meet, to stay in step."""
+        self._missed.setdefault(self._key(place), []).append(why)
 
     def describe(self, place: Place) -> str:
         """Where the team of ``place`` meets, for messages."""

@@ -1,6 +1,7 @@
 """Ranks as workers of this process, spawned or forked anew for each stage."""
 
 import json
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,6 +55,13 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
                 state.lifecycle.note_generation(end.highest)
                 claim.events.extend(LifecycleEvent.from_payload(one) for one in json.loads(end.records))
                 self._invitation = None
+
+    @override
+    def kill(self, signum: int) -> None:
+        """Hand a signal on to the workers; in a worker, drop the group on SIGTERM before Lightning's handler broadcasts."""
+        super().kill(signum)
+        if signum == signal.SIGTERM:
+            process_state().lifecycle.terminate(self._pgroup_strategy.claim())
 
     @override
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:

@@ -27,7 +27,12 @@ class ProcessState:
 
     def end(self) -> None:
         """End the group and leave the run. Bounded by ``destroy_timeout`` and 5 s."""
-        self.lifecycle.end_of_process(Event.EXIT)
+        try:
+            self.lifecycle.end_of_process(Event.EXIT)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         # On a thread, since an operation on the store of a stopped process does not return.
         run_bounded(self.membership.leave, LEAVE_TIMEOUT + timedelta(seconds=1), "leave")
 

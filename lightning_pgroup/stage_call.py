@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Trainer
 
 from lightning_pgroup.errors import WorldSizeError
-from lightning_pgroup.lightning_private import TunerExitException, requested_devices
+from lightning_pgroup.lightning_private import SIGTERMException, TunerExitException, failing_hook, requested_devices
 from lightning_pgroup.process_state import process_state
 
 if TYPE_CHECKING:
@@ -34,7 +34,13 @@ class StageCall:
         try:
             result = self._function(*args, **kwargs)
         except BaseException as error:
-            lifecycle.leave(stage, error, tuner_exit=isinstance(error, TunerExitException))
+            hook = failing_hook(error)
+            if stage.claim.terminated and not isinstance(error, SIGTERMException):
+                # The group was dropped when the signal arrived; what followed from that is not what ends this rank.
+                end = SIGTERMException("SIGTERM was received")
+                lifecycle.leave(stage, end, hook=hook)
+                raise end from error
+            lifecycle.leave(stage, error, tuner_exit=isinstance(error, TunerExitException), hook=hook)
             raise
         lifecycle.leave(stage)
         return result

@@ -1,6 +1,7 @@
 """Ranks as further runs of the user's script (``start_method="popen"``), or as processes that somebody else started."""
 
 import os
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,16 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
             os.environ["LOCAL_RANK"] = str(self.cluster_environment.local_rank())
             os.environ["WORLD_SIZE"] = "1"
             return call(*args, **kwargs)
+
+    @override
+    def kill(self, signum: int) -> None:
+        """Hand a signal on to the ranks that this one has started; called by Lightning's handler, and after Ctrl-C.
+
+        On SIGTERM the handler goes on to a broadcast, which hangs unless all ranks are in it (F28): the group is dropped first.
+        """
+        super().kill(signum)
+        if signum == signal.SIGTERM:
+            process_state().lifecycle.terminate(self._strategy.claim())
 
     @override
     def _call_children_scripts(self) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_launched
 
+from lightning_pgroup import failure
 from lightning_pgroup.rounds import Rounds
 from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, delete_below, launcher_store
 
@@ -122,7 +123,8 @@ class Team:
         waits with Python's lock held, so that a rank whose host is stopped would stand still altogether.
         """
         if self.rank == 0:
-            delete_below(self.store, _GENERATIONS, lambda key: int(key.partition("/")[0]) < generation)
+            for prefix in (_GENERATIONS, failure.PREFIX):
+                delete_below(self.store, prefix, lambda key: int(key.partition("/")[0]) < generation)
 
     def leave_records(self, text: str) -> None:
         """Leave this rank's records for the process that has started the run."""

@@ -1,11 +1,13 @@
 """Ends groups, with a bound: an orderly shutdown that is given up on time, and an abort that waits for nobody."""
 
 import logging
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 from torch.distributed import ProcessGroup
 
 from lightning_pgroup import c10d
+from lightning_pgroup.backends import transports
 from lightning_pgroup.bounded import run_bounded
 
 logger = logging.getLogger(__name__)
@@ -40,23 +42,24 @@ def shut_down(groups: list[ProcessGroup], timeout: timedelta, *, release: bool) 
     return run_bounded(run, timeout, "shutdown")
 
 
-def abort(groups: list[ProcessGroup]) -> bool:
-    """Abort groups. Not collective; waits at most :data:`ABORT_TIMEOUT`.
+def abort(groups: list[ProcessGroup], backends: Iterable[str], addresses: Sequence[bytes]) -> bool:
+    """Cut the connections of groups and abort them. Not collective; waits at most :data:`ABORT_TIMEOUT`.
 
     Args:
-        groups: Taken out of torch's bookkeeping before.
+        groups: All groups of this process, the youngest first.
+        backends: Their backends, as torch names them.
+        addresses: The values that they have in the store.
 
     Returns:
         Whether the backends returned in time.
     """
-    doomed = list(groups)
+    doomed, cutters = list(groups), transports(backends)
 
     def run() -> None:
-        for group in doomed:
-            try:
-                group.abort()
-            except Exception as error:
-                logger.debug("abort of group %s: %s", group.group_name, error)
+        for transport in cutters:
+            transport.cut(addresses)
+        for problem in c10d.abort_groups(doomed):
+            logger.debug("abort of a group: %s", problem)
         doomed.clear()
 
     return run_bounded(run, ABORT_TIMEOUT, "abort")

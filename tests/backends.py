@@ -60,3 +60,51 @@ def register_stubborn_backend() -> None:
         dist.Backend.register_backend(NAME, lambda store, rank, size, timeout: StubbornGroup(rank, size), devices=["cpu"])
     StubbornGroup.released = threading.Event()
     StubbornGroup.calls = []
+
+
+BLOCKING = "blocking"
+
+
+class BlockingGroup(dist.ProcessGroup):
+    """A group that talks by gloo, but whose barrier, once armed, blocks until its `abort` is called: nothing else wakes it."""
+
+    armed = threading.Event()
+    freed = threading.Event()
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.real = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self):
+        return BLOCKING
+
+    def shutdown(self):
+        self.calls.append("shutdown")
+
+    def abort(self):
+        self.calls.append("abort")
+        self.freed.set()
+
+    def allreduce(self, tensors, opts=None):
+        return self.real.allreduce(tensors, opts)
+
+    def broadcast(self, tensors, opts=None):
+        return self.real.broadcast(tensors, opts)
+
+    def allgather(self, outputs, inputs, opts=None):
+        return self.real.allgather(outputs, inputs, opts)
+
+    def barrier(self, opts=None):
+        if self.armed.is_set():
+            self.freed.wait(60)
+            raise RuntimeError("the collective was aborted")
+        return self.real.barrier(opts)
+
+
+def register_blocking_backend() -> None:
+    """Make ``process_group_backend="blocking"`` known to torch, in this process."""
+    if BLOCKING not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BLOCKING, BlockingGroup, devices=["cpu"])
+    BlockingGroup.armed, BlockingGroup.freed = threading.Event(), threading.Event()
+    BlockingGroup.calls = []

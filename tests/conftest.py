@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from lightning_pgroup.store import LOOPBACK, host_store, listen
 from tests.ranks import open_descriptors
 
 torch.set_num_threads(1)
+_arena = multiprocessing.get_context("fork").Value("i")  # opens the descriptors of what ranks share, once and for all
 host_store(listen(LOOPBACK), timedelta(seconds=5))  # libuv keeps two descriptors from its first loop on, for ever
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -348,3 +348,47 @@ def test_four_ranks():
 
     want = [("fit", "created", 1), ("fit", "destroyed", 1), ("test", "created", 2), ("test", "destroyed", 2)]
     assert run_ranks(job, size=4) == [want] * 4
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
+def test_init_method(scheme, tmp_path):
+    """Two Trainers, four stages, where the ranks meet at a place that the user names."""
+    import os
+
+    def job(rank):
+        port = os.environ["MASTER_PORT"]
+        init_method = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/store", "env": "env://"}[scheme]
+        events = []
+        for _ in range(2):
+            strategy = PGroupDDPStrategy(destroy="on_teardown", init_method=init_method)
+            trainer = make_trainer(strategy)
+            trainer.fit(TinyModel(), datamodule=TinyData())
+            trainer.test(TinyModel(), datamodule=TinyData(), verbose=False)
+            events += [(what, generation) for _, what, generation in whats(strategy)]
+        return events
+
+    want = [(what, generation) for generation in (1, 2, 3, 4) for what in ("created", "destroyed")]
+    assert run_ranks(job, deadline=40) == [want] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_f25_a_failure_before_the_first_contact_at_all_keeps_the_ranks_in_step(failing):
+    """Where ranks meet that we did not start, nobody is connected yet when the first stage fails on one of them."""
+    import os
+
+    def job(rank):
+        init_method = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+        seen = []
+        for number in range(3):
+            strategy = PGroupDDPStrategy(init_method=init_method, rendezvous_timeout=20)
+            path = "best" if rank == failing and number == 0 else None
+            try:
+                make_trainer(strategy).validate(TinyModel(), datamodule=TinyData(), ckpt_path=path, verbose=False)
+                seen.append(strategy.all_gather(torch.tensor([float(number)])).flatten().tolist())
+            except Exception as error:
+                seen.append(type(error).__name__)
+        return seen
+
+    for rank, seen in enumerate(run_ranks(job, deadline=40)):
+        assert seen[0] == "RendezvousAbandonedError" or rank == failing
+        assert seen[1:] == [[1.0, 1.0], [2.0, 2.0]]

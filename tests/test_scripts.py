@@ -194,3 +194,58 @@ def test_a_port_of_the_users_own_stays_free_for_him(tmp_path):
     )
     assert done.code == 0, done.err
     assert done.said() == ["0 2.0 ['adopted'] True", "1 2.0 ['adopted'] True"]
+
+
+FAILS = """
+class Fault(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 1:
+            {fault}
+
+strategy = PGroupDDPStrategy(timeout=40)
+try:
+    make_trainer(strategy, callbacks=[Fault()], limit_train_batches=50).fit(TinyModel(), datamodule=TinyData(512))
+except BaseException as error:
+    say(type(error).__name__, *getattr(error, "__notes__", []))
+make_trainer(PGroupDDPStrategy()).fit(TinyModel(), datamodule=TinyData())
+say("trained again")
+"""
+
+
+@pytest.mark.parametrize("launcher", [None, TORCHRUN], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    ("fault", "own", "cause"),
+    [
+        ("raise ValueError('boom')", "ValueError", "ValueError: boom"),
+        ("import signal; os.kill(os.getpid(), signal.SIGTERM)", "SIGTERMException", "SystemExit: SIGTERM was received"),
+    ],
+    ids=["raise", "SIGTERM"],
+)
+def test_a_failing_rank_under_each_launcher(launcher, fault, own, cause, tmp_path):
+    done = run(FAILS.format(fault=fault), tmp_path, launcher=launcher, timeout=60)
+    assert done.code == 0, done.err
+    for rank, kind in ((0, "RuntimeError"), (1, own)):
+        first, second = done.said(rank)
+        assert first.startswith(kind)
+        assert "on rank 1 (pid" in first
+        assert cause in first
+        assert second == "trained again"
+
+
+def test_the_host_of_the_store_leaves_last(tmp_path):
+    done = run(
+        """
+        import threading
+        from lightning_pgroup.process_state import process_state
+        make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(TinyModel(), datamodule=TinyData())
+        if os.environ["LOCAL_RANK"] == "1":
+            threading.Event().wait(2)  # rank 0 has come to its end by now
+            (team,) = process_state().membership._teams.values()
+            team.store.set("late", "1")
+            say("the store answers", team.store.get("late"))
+        """,
+        tmp_path,
+        timeout=60,
+    )
+    assert done.code == 0, done.err
+    assert done.said() == ["1 the store answers b'1'"]

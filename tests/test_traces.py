@@ -35,9 +35,7 @@ def test_a_thousand_stages_leave_no_trace():
         environ, marks, model, data = {}, {}, TinyModel(), TinyData()
         for number in range(1, STAGES + 1):
             # A new Trainer and strategy each time, as a sweep has.
-            make_trainer(PGroupDDPStrategy(destroy="on_teardown")).validate(
-                model, dataloaders=data.val_dataloader(), verbose=False
-            )
+            make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(model, datamodule=data)
             if number in (10, STAGES // 2, STAGES):
                 hosted = process_state().membership._hosted
                 marks[number] = {

@@ -1,0 +1,61 @@
+"""What differs between backends when a group is aborted. The only file that knows one backend from another.
+
+A third party adds its own with :func:`register_backend_transport`. One that is not known gets ``abort()`` and the monitor.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from lightning_pgroup.sockets import shut_down_connections
+
+
+class BackendTransport:
+    """How the connections of one backend are cut. The base class leaves that to the backend's own ``abort()``.
+
+    Attributes:
+        peers_notice: Whether a rank that waits in a collective wakes up when a peer is cut off. If not, each rank watches the
+            store for a failure of the others.
+    """
+
+    peers_notice = False
+
+    def cut(self, addresses: Sequence[bytes]) -> None:
+        """Cut all connections of this process's groups. Called on a failing rank, before ``abort()``; must not wait.
+
+        Args:
+            addresses: The values that the groups have in the store.
+        """
+
+
+class GlooTransport(BackendTransport):
+    """Gloo: its ``abort()`` leaves the sockets open as long as anything holds the group, so they are shut down."""
+
+    peers_notice = True
+
+    def cut(self, addresses: Sequence[bytes]) -> None:
+        """Shut down the sockets: the peers wake up within milliseconds."""
+        shut_down_connections(addresses)
+
+
+_transports: dict[str, BackendTransport] = {"gloo": GlooTransport()}
+_default = BackendTransport()
+
+
+def register_backend_transport(backend: str, transport: BackendTransport) -> None:
+    """Say how the connections of a backend are cut.
+
+    Args:
+        backend: Its name, as ``torch.distributed`` knows it.
+        transport: Its way.
+    """
+    _transports[backend.lower()] = transport
+
+
+def transports(backends: Iterable[str]) -> list[BackendTransport]:
+    """The transports of some backends, named as torch names them, also mixed (``"cpu:gloo,cuda:nccl"``)."""
+    names = {part.rsplit(":", 1)[-1].strip().lower() for text in backends for part in text.split(",")}
+    return [_transports.get(name, _default) for name in sorted(names)]
+
+
+def peers_notice(backends: Iterable[str]) -> bool:
+    """Whether a peer of any of these backends wakes up by itself when this rank is cut off."""
+    return all(transport.peers_notice for transport in transports(backends))
