@@ -14,7 +14,6 @@ from datetime import timedelta
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pgroup import c10d
 from lightning_pgroup.acquisition import Acquisition
 from lightning_pgroup.claim import Claim, GroupRequest, Stage
 from lightning_pgroup.custody import Custody
@@ -169,7 +168,7 @@ class Lifecycle:
             if not claim.running or claim.config.on_error is OnError.KEEP:
                 return
             claim.terminated = True
-            stage = next(stage for stage in reversed(self._stages) if stage.claim is claim)
+            stage = self.running_stage(claim)
             self._acquisition.tell_failure(stage, SystemExit("SIGTERM was received"), "")
             self._custody.apply(Event.STAGE_ERROR, stage=stage.name, why="SIGTERM was received", by=claim)
 
@@ -195,51 +194,13 @@ class Lifecycle:
         if self._custody.current is not None:
             self._custody.current.hold_for(wrapper)
 
-    @contextlib.contextmanager
-    def collective(self, claim: Claim, name: str, request: Callable[[], GroupRequest], *, may_be_rank: bool) -> Iterator[bool]:
-        """Wrap one collective of a strategy, so that it works or raises and is never silently local (F15 of the design).
+    def has_run(self) -> bool:
+        """Whether any stage has ever run in this process, which makes it a rank."""
+        return self._has_run
 
-        Between stages all ranks must call it: the group is created on demand, and ends afterwards if the policy is
-        ``"on_teardown"``.
-
-        Args:
-            claim: Whose collective it is.
-            name: Its name.
-            request: Says which group it needs.
-            may_be_rank: Whether the strategy would run its stages in this very process, and so is one of the ranks as soon as
-                any stage has run here.
-
-        Yields:
-            Whether to run it over the group. ``False`` after a failure: there is no group and nobody must wait.
-
-        Raises:
-            StrategyClosedError: The strategy was closed.
-        """
-        if claim.closed:
-            raise StrategyClosedError(
-                f"`{name}` was called on a closed strategy. Its process group has ended; call collectives before `close()`."
-            )
-        if claim.failed:
-            yield False
-        elif not (claim.is_rank or (may_be_rank and self._has_run)) or (
-            claim.pending and self.ownership() is not Ownership.NONE
-        ):
-            yield True
-        elif claim.running:
-            stage = next(stage for stage in reversed(self._stages) if stage.claim is claim)
-            if not stage.acquired or c10d.default_group() is None:
-                self.acquire(stage)
-            yield True
-        else:
-            stage = self.enter(claim, name, None, request)
-            try:
-                self.acquire(stage)
-                yield True
-            except BaseException as error:
-                self.leave(stage, error)
-                claim.failed = False
-                raise
-            self.leave(stage)
+    def running_stage(self, claim: Claim) -> Stage:
+        """The innermost running stage of a strategy."""
+        return next(stage for stage in reversed(self._stages) if stage.claim is claim)
 
     def collected(self, claim: Claim) -> None:
         """A strategy was garbage-collected and gives up its claim. Local, bounded by ``destroy_timeout``.

@@ -4,7 +4,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -21,15 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_pgroup.claim import Claim, GroupRequest
+from lightning_pgroup.collectives import collective
 from lightning_pgroup.config import Duration, check_backend, check_ddp_arguments, parse_config, parse_duration
+from lightning_pgroup.group_request import request_group
 from lightning_pgroup.lent_parts import LentParts
 from lightning_pgroup.lightning_private import get_rank_zero_rank, in_error_handling, reset_seed, set_rank_zero_rank
-from lightning_pgroup.membership import Place
 from lightning_pgroup.multiprocessing_launcher import PGroupMultiProcessingLauncher
 from lightning_pgroup.policy import DestroyPolicy, OnError, OnMismatch
 from lightning_pgroup.process_state import existing_process_state, process_state
 from lightning_pgroup.records import LifecycleEvent
-from lightning_pgroup.signature import GroupSignature, describe_options
 from lightning_pgroup.subprocess_launcher import PGroupSubprocessLauncher
 
 T = TypeVar("T")
@@ -284,41 +283,11 @@ class PGroupDDPStrategy(LentParts):
             claim.failed = False  # a hook for errors has raised itself, so that Lightning did not call `teardown` (F33)
         attached = self.cluster_environment is not None and bool(self.parallel_devices)
         may_be_rank = attached and self._start_method == "popen"
-        return process_state().lifecycle.collective(claim, name, self.request, may_be_rank=may_be_rank)
+        return collective(process_state().lifecycle, claim, name, self.request, may_be_rank=may_be_rank)
 
     def request(self) -> GroupRequest:
         """The group that a stage of this strategy asks for. For the launchers."""
-        assert self.cluster_environment is not None
-        environment = self.cluster_environment
-        config = self._config
-        size = self.num_nodes * self.num_processes
-        device = self.root_device
-
-        def default_init_method() -> str:
-            address = environment.main_address
-            host = f"[{address}]" if ":" in address else address
-            return f"tcp://{host}:{environment.main_port}"
-
-        return GroupRequest(
-            signature=GroupSignature(
-                backend=self._get_process_group_backend(),
-                world_size=size,
-                rank=self.global_rank,
-                timeout=None if self._timeout is None else self._timeout.total_seconds(),
-                device=str(device),
-                pg_options=describe_options(config.pg_options),
-                init_method=config.init_method or "",
-            ),
-            place=Place(
-                rank=self.global_rank,
-                size=size,
-                init_method=config.init_method,
-                default_init_method=default_init_method,
-                timeout=config.rendezvous_timeout or self._timeout or timedelta(minutes=30),
-            ),
-            device_id=None if device.type == "cpu" else device,
-            pg_options=config.pg_options,
-        )
+        return request_group(self, self._config, self._get_process_group_backend(), self._timeout)
 
 
 def _give_up(claim: Claim) -> None:
