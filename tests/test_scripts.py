@@ -249,3 +249,28 @@ def test_the_host_of_the_store_leaves_last(tmp_path):
     )
     assert done.code == 0, done.err
     assert done.said() == ["1 the store answers b'1'"]
+
+
+SWEEP_WITH_FAILURES = """
+import random
+from tests.test_failures import Boom, PLACES, attempt, fit, same
+
+fresh = fit(PGroupDDPStrategy(destroy="on_teardown"))
+rank, chance, right, ended = int(os.environ["LOCAL_RANK"]), random.Random(7), 0, []
+for number in range(18):
+    failing, (part, hook) = chance.randrange(2), chance.choice(PLACES)
+    failing = 0 if hook == "prepare_data" else failing
+    strategy = PGroupDDPStrategy(timeout=60)
+    if number % 3 == 2:
+        ended.append(attempt(strategy, faults=[(part, hook, Boom())] if rank == failing else [])["kind"])
+    else:
+        right += same(fresh, fit(strategy))
+say(right, len(ended))
+"""
+
+
+@pytest.mark.parametrize("launcher", [None, TORCHRUN], ids=["python", "torchrun"])
+def test_a_sweep_of_which_every_third_trainer_fails(launcher, tmp_path):
+    done = run(SWEEP_WITH_FAILURES, tmp_path, launcher=launcher, timeout=80)
+    assert done.code == 0, done.err
+    assert done.said() == ["0 12 6", "1 12 6"]
