@@ -178,6 +178,19 @@ class Membership:
                         break
                     pause.wait(_LEAVE_POLL)
 
+    def wait_for_children(self, timeout: timedelta) -> int:
+        """Wait, at most ``timeout``, for the ranks that this process has started to end.
+
+        Returns:
+            The exit code of the first that failed, as a shell shows it (128 and the signal if one killed it); 0 if none did.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        for child in self.children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
+        failed = [child.returncode for child in self.children if child.returncode]
+        return (128 - failed[0] if failed[0] < 0 else failed[0]) if failed else 0
+
     def _is_invited(self, place: Place) -> bool:
         return self.invitation is not None and self.invitation.size == place.size
 

@@ -37,6 +37,18 @@ class ProcessState:
         run_bounded(self.membership.leave, LEAVE_TIMEOUT + timedelta(seconds=1), "leave")
 
 
+class _ExitCode:
+    """Ends the process with a code of its own when the interpreter drops it, which is after all exit handlers."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+        self._exit = os._exit  # the module may have lost its names by then
+
+    def __del__(self) -> None:
+        self._exit(self._code)
+
+
+_exit_code: _ExitCode | None = None
 _state: ProcessState | None = None
 _inherited: "weakref.ref[ProcessGroup] | None" = None
 _registered = False
@@ -60,8 +72,14 @@ def existing_process_state() -> ProcessState | None:
 
 
 def _at_exit() -> None:
-    if _state is not None:
-        _state.end()
+    global _exit_code
+    if _state is None:
+        return
+    _state.end()
+    code = _state.membership.wait_for_children(LEAVE_TIMEOUT)
+    if code:
+        # The run has failed, so that the process that started it must not end as if all were well.
+        _exit_code = _ExitCode(code)
 
 
 def _after_fork_in_child() -> None:

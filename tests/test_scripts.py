@@ -274,3 +274,24 @@ def test_a_sweep_of_which_every_third_trainer_fails(launcher, tmp_path):
     done = run(SWEEP_WITH_FAILURES, tmp_path, launcher=launcher, timeout=80)
     assert done.code == 0, done.err
     assert done.said() == ["0 12 6", "1 12 6"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raise ValueError('only here')", 1), ("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("sys.exit(0)", 0)],
+    ids=["raises", "os._exit", "killed", "fine"],
+)
+def test_the_run_does_not_end_well_when_a_rank_has_failed(end, code, tmp_path):
+    done = run(
+        f"""
+        import atexit
+        atexit.register(say, "an exit handler")
+        make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(TinyModel(), datamodule=TinyData())
+        if os.environ["LOCAL_RANK"] == "1":
+            {end}
+        """,
+        tmp_path,
+        timeout=60,
+    )
+    assert done.code == code, done.err
+    assert done.said(0) == ["an exit handler"]
