@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import time
 import warnings
@@ -23,12 +24,12 @@ import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from ranks import become_rank, prepare
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pgroup import PGroupDDPStrategy, __version__
 from lightning_pgroup.process_state import process_state
-from lightning_pgroup.store import LOOPBACK, Endpoint, listen
-from lightning_pgroup.team import ENVIRONMENT_VARIABLE, Invitation
+from lightning_pgroup.team import Invitation
 
 
 class Model(LightningModule):
@@ -83,15 +84,10 @@ def fit(strategy: Strategy, size: int, fails: bool) -> tuple[Fault, float, bool]
 
 
 def run_rank(
-    rank: int, size: int, make: Callable[[], Strategy], invitation: Invitation, listener: object, results: Connection
+    rank: int, size: int, make: Callable[[], Strategy], invitation: Invitation, listener: socket.socket, results: Connection
 ) -> None:
     """Be one rank, as Lightning's popen launcher would have started it: one failing fit, and the next."""
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size), MASTER_ADDR=LOOPBACK)
-    if rank == 0:
-        process_state().membership.host(listener)  # type: ignore[arg-type]
-        process_state().membership.join(invitation)
-    else:
-        os.environ[ENVIRONMENT_VARIABLE] = invitation.to_environment()
+    become_rank(rank, invitation, listener)
     fit(make(), size, False)
     fault, over, _ = fit(make(), size, rank == size - 1)
     again, _, failed = fit(make(), size, False)
@@ -102,11 +98,7 @@ def run_rank(
 
 def once(size: int, make: Callable[[], Strategy]) -> tuple[float, float | None]:
     """One failure: seconds to the last peer's exception, and to the next fit's first step on the last rank."""
-    plain = listen(LOOPBACK)
-    os.environ["MASTER_PORT"] = str(plain.getsockname()[1])
-    plain.close()
-    listener = listen(LOOPBACK)
-    invitation = Invitation.to(Endpoint(*listener.getsockname()[:2]), size, 0)
+    invitation, listener = prepare(size)
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [

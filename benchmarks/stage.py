@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import sys
 import time
@@ -23,12 +24,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from ranks import become_rank, prepare
 from torch.utils.data import DataLoader
 
 from lightning_pgroup import PGroupDDPStrategy, __version__
 from lightning_pgroup.process_state import process_state
-from lightning_pgroup.store import LOOPBACK, Endpoint, listen
-from lightning_pgroup.team import ENVIRONMENT_VARIABLE, Invitation
+from lightning_pgroup.team import Invitation
 
 RANKS = 2
 
@@ -80,14 +81,9 @@ def measure(rank: int, stages: int) -> dict[str, list[float]]:
     return times
 
 
-def run_rank(rank: int, stages: int, invitation: Invitation, listener: object, results: Connection) -> None:
+def run_rank(rank: int, stages: int, invitation: Invitation, listener: socket.socket, results: Connection) -> None:
     """Be one rank, as Lightning's popen launcher would have started it."""
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS), MASTER_ADDR=LOOPBACK)
-    if rank == 0:
-        process_state().membership.host(listener)  # type: ignore[arg-type]
-        process_state().membership.join(invitation)
-    else:
-        os.environ[ENVIRONMENT_VARIABLE] = invitation.to_environment()
+    become_rank(rank, invitation, listener)
     times = measure(rank, stages)
     if rank == 0:
         results.send(times)
@@ -102,11 +98,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    plain_port = listen(LOOPBACK)
-    os.environ["MASTER_PORT"] = str(plain_port.getsockname()[1])
-    plain_port.close()
-    listener = listen(LOOPBACK)
-    invitation = Invitation.to(Endpoint(*listener.getsockname()[:2]), RANKS, 0)
+    invitation, listener = prepare(RANKS)
     receive, send = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("fork")
     ranks = [

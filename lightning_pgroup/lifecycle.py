@@ -117,7 +117,7 @@ class Lifecycle:
                 )
             self._custody.notice_loss(stage.name)
             request = stage.request()
-            if alive and any(other.acquired for other in self._stages):
+            if alive and self._is_shared():
                 self._acquisition.share_running(stage, request)
             else:
                 self._acquisition.agree(stage, request)
@@ -156,7 +156,7 @@ class Lifecycle:
                 self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested or refused, why=why, by=claim)
                 if not claim.failed:
                     self._end_later(stage, Event.ERROR_HANDLED)
-            if not any(outer.acquired for outer in self._stages):
+            if not self._is_shared():
                 self._acquisition.leave_word(stage, error)
 
     def terminate(self, claim: Claim) -> None:
@@ -278,11 +278,14 @@ class Lifecycle:
             event, name = self._pending.pop(0)
             self._custody.apply(event, stage=name)
 
+    def _is_shared(self) -> bool:
+        """Whether a running stage has got the group."""
+        return any(stage.acquired for stage in self._stages)
+
     def _give_up(self, claim: Claim, event: Event) -> None:
         if claim in self._custody.users:
             self._custody.users.discard(claim)
-            in_use = bool(self._custody.users) or any(stage.acquired for stage in self._stages)
-            self._custody.apply(event, in_use=in_use, by=claim)
+            self._custody.apply(event, in_use=bool(self._custody.users) or self._is_shared(), by=claim)
 
     @contextlib.contextmanager
     def _exclusive(self, timeout: timedelta | None = None) -> Iterator[None]:

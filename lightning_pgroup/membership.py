@@ -165,7 +165,10 @@ class Membership:
         return place.default_init_method()
 
     def leave(self) -> None:
-        """Tell the host that this rank leaves; as the host, wait for the others, at most :data:`LEAVE_TIMEOUT`."""
+        """Tell the host that this rank leaves; as the host, wait for the others, at most :data:`LEAVE_TIMEOUT`.
+
+        Ranks that are all children of this process are waited for by :meth:`wait_for_children`, until they have ended.
+        """
         deadline = time.monotonic() + LEAVE_TIMEOUT.total_seconds()
         pause = threading.Event()
         for team in self._teams.values():
@@ -173,9 +176,9 @@ class Membership:
                 if not team.is_host:
                     team.store.add("left", 1)
                     continue
+                if len(self.children) == team.size - 1:
+                    continue
                 while team.store.add("left", 0) < team.size - 1 and time.monotonic() < deadline:
-                    if self.children and all(child.poll() is not None for child in self.children):
-                        break
                     pause.wait(_LEAVE_POLL)
 
     def wait_for_children(self, timeout: timedelta) -> int:

@@ -15,7 +15,6 @@ in the next round: a rank that has caught its error never gets into step with on
 
 import contextlib
 import json
-import logging
 import os
 import socket
 import threading
@@ -28,8 +27,6 @@ from torch.distributed import Store
 
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.errors import RendezvousAbandonedError, RendezvousTimeoutError
-
-logger = logging.getLogger(__name__)
 
 _POLL = 0.02
 _LIVENESS_PERIOD = 0.5

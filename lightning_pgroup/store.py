@@ -5,7 +5,6 @@ twice and no rank ever meets a key of the past.
 """
 
 import ctypes
-import logging
 import os
 import socket
 from collections.abc import Callable
@@ -14,8 +13,6 @@ from typing import NamedTuple
 from urllib.parse import urlparse
 
 from torch.distributed import PrefixStore, Store, TCPStore, is_torchelastic_launched, rendezvous
-
-logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 
 from lightning_pgroup import PGroupDDPStrategy
 
@@ -28,6 +29,20 @@ class TinyModel(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class CountingModel(TinyModel):
+    """Logs how many rows were tested, over all ranks that torchmetrics knows of."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = SumMetric()
+
+    def test_step(self, batch, batch_idx):
+        self.count.update(len(batch[0]))
+
+    def on_test_epoch_end(self):
+        self.log("count", self.count.compute())
 
 
 class TinyData(LightningDataModule):

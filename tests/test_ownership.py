@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from lightning_pgroup import PGroupDDPStrategy, PGroupError, RanksDisagreeError, WorldSizeError
 from lightning_pgroup.process_state import process_state
-from tests.models import TinyData, TinyModel, make_trainer, whats
+from tests.models import CountingModel, TinyData, TinyModel, make_trainer, whats
 from tests.ranks import run_ranks
 from tests.test_stage_boundaries import Raises, rank_sum
 
@@ -230,21 +230,9 @@ def test_f19_the_collector_in_the_middle_of_another_strategys_stage_only_gives_u
 def test_f34_a_single_device_test_counts_each_sample_once_when_the_group_is_gone(destroy, counted):
     """And twice when it lives: torchmetrics sums over two processes that each believe that they are alone."""
     from lightning.pytorch.strategies import DDPStrategy
-    from torchmetrics import SumMetric
-
-    class Counts(TinyModel):
-        def __init__(self):
-            super().__init__()
-            self.count = SumMetric()
-
-        def test_step(self, batch, batch_idx):
-            self.count.update(len(batch[0]))
-
-        def on_test_epoch_end(self):
-            self.log("count", self.count.compute())
 
     def job(rank):
-        model = Counts()
+        model = CountingModel()
         strategy = DDPStrategy() if destroy is None else PGroupDDPStrategy(destroy=destroy)
         make_trainer(strategy).fit(model, datamodule=TinyData())
         single = make_trainer("auto", devices=1, limit_test_batches=100)

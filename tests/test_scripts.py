@@ -63,20 +63,8 @@ def test_f34_a_single_device_test_after_a_fit(tmp_path):
     """With "on_teardown" the group is gone, so that each process tests alone and counts each sample once."""
     done = run(
         """
-        from torchmetrics import SumMetric
-
-        class Counts(TinyModel):
-            def __init__(self):
-                super().__init__()
-                self.count = SumMetric()
-
-            def test_step(self, batch, batch_idx):
-                self.count.update(len(batch[0]))
-
-            def on_test_epoch_end(self):
-                self.log("count", self.count.compute())
-
-        model = Counts()
+        from tests.models import CountingModel
+        model = CountingModel()
         make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(model, datamodule=TinyData())
         single = make_trainer("auto", devices=1, limit_test_batches=100)
         say(single.test(model, datamodule=TinyData(16), verbose=False)[0]["count"])
