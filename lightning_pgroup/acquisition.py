@@ -6,16 +6,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import Store
 
 from lightning_pgroup import agreement, failure, records
 from lightning_pgroup.__about__ import __version__
 from lightning_pgroup.agreement import Decision, Report
+from lightning_pgroup.backends import wait_in_store
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.claim import GroupRequest, Stage
 from lightning_pgroup.custody import Custody
 from lightning_pgroup.errors import GroupMismatchError, RanksDisagreeError, StoreLostError, WorldSizeError
 from lightning_pgroup.failure import FailureRecord
-from lightning_pgroup.group import create_group
+from lightning_pgroup.group import OwnedGroup, create_group, discard_unfinished
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.policy import Action, Event, OnMismatch, Ownership, reason
 from lightning_pgroup.rounds import describe
@@ -23,6 +25,9 @@ from lightning_pgroup.team import Team
 
 TELL_TIMEOUT = timedelta(seconds=0.5)
 """How long a rank that fails tries to record that, before it cuts its connections."""
+
+_HOOK = "setup_environment"
+"""The hook of Lightning in which a stage gets its group."""
 
 WORD_TIMEOUT = timedelta(seconds=1)
 """How long a rank that fails tries to tell the others."""
@@ -57,17 +62,40 @@ class Acquisition:
             self._adopt(stage, request, "the group was there before and belongs to other code")
             return
         report = self._report(stage, request)
-        stage.met = True
         try:
-            self.team = team = self._membership.team(request.place)
-            text = self._meet(team, report, request.place.timeout)
+            self.team = team = self._join(stage, request)
+            self._agree_in(team, report, stage, request, clock)
         except dist.DistError as error:
             raise StoreLostError(
                 f"Rank {request.place.rank} of {request.place.size} can not start {stage.name!r}: it does not reach the store"
                 f" in which the ranks meet ({self._membership.describe(request.place)}). The process that hosts it, rank 0 or"
                 f" the launcher, has ended or never started: look for its own error. Torch says: {error}"
             ) from error
-        self._carry_out(Decision.from_json(text), team, stage, request, time.perf_counter() - clock)
+
+    def _join(self, stage: Stage, request: GroupRequest) -> Team:
+        try:
+            return self._membership.team(request.place)
+        except BaseException as error:
+            stage.met = True
+            self._membership.note_missed(request.place, f"it did not reach the others: {describe(error)}")
+            raise
+
+    def _agree_in(self, team: Team, report: Report, stage: Stage, request: GroupRequest, clock: float) -> None:
+        round_before = team.rounds.number
+        try:
+            text = self._meet(team, report, request.place.timeout)
+            self._carry_out(Decision.from_json(text), team, stage, request, time.perf_counter() - clock)
+        except BaseException as error:
+            if team.rounds.number > round_before and not stage.failure:
+                # An interrupt can come when the others have heard the answer already, and act by it.
+                answer = team.rounds.settle(describe(error))
+                decision = None if answer is None else Decision.from_json(answer)
+                if decision is not None and decision.action in (agreement.CREATE, agreement.REUSE):
+                    self._custody.highest = max(self._custody.highest, decision.generation)
+                    self._tell(stage, error, _HOOK, team, decision.generation)
+            raise
+        finally:
+            stage.met = team.size == 1 or team.rounds.number > round_before
 
     def tell_failure(self, stage: Stage, error: BaseException, hook: str) -> None:
         """Record the failure of a stage for all ranks, and note on ``error`` which one was the first.
@@ -77,21 +105,23 @@ class Acquisition:
         """
         group, team = self._custody.current, self.team
         if not stage.failure and group is not None and team is not None and stage.acquired:
-            record = FailureRecord.of(
-                error, generation=group.generation, rank=group.signature.rank, stage=stage.name, hook=hook
-            )
-            stage.failure = self._first_failure(team, record).describe()
-            records.logger.warning(
-                "[rank %d/%d gen %d] %s failed here with %s. %s",
-                record.rank,
-                group.signature.world_size,
-                record.generation,
-                stage.name,
-                record.kind,
-                stage.failure,
-            )
-        if stage.failure:
+            self._tell(stage, error, hook, team, group.generation)
+        elif stage.failure and stage.failure not in getattr(error, "__notes__", ()):
             error.add_note(stage.failure)
+
+    def _tell(self, stage: Stage, error: BaseException, hook: str, team: Team, generation: int) -> None:
+        record = FailureRecord.of(error, generation=generation, rank=team.rank, stage=stage.name, hook=hook)
+        stage.failure = self._first_failure(team, record).describe()
+        error.add_note(stage.failure)
+        records.logger.warning(
+            "[rank %d/%d gen %d] %s failed here with %s. %s",
+            record.rank,
+            team.size,
+            record.generation,
+            stage.name,
+            record.kind,
+            stage.failure,
+        )
 
     def _first_failure(self, team: Team, record: FailureRecord) -> FailureRecord:
         first = [record]
@@ -211,17 +241,27 @@ class Acquisition:
         if decision.action == agreement.REUSE:
             custody.record_use(records.REUSED, decision.why, stage, start - waited, waited)
             return
-        custody.end(decision.why, stage=stage.name, by=stage.claim)
-        start, clock = time.time(), time.perf_counter()
-        team.delete_before(decision.generation)
-        group = create_group(
-            decision.generation,
-            request.signature,
-            team.generation_store(decision.generation),
-            request.device_id,
-            request.pg_options,
-        )
-        group.watch(team.store)
+        generation, place = decision.generation, request.place
+        if wait_in_store([request.signature.backend]) and team.size > 1:
+            store: Store = team.watched_store(generation, place.timeout)
+        else:
+            store = team.generation_store(generation)
+        group: OwnedGroup | None = None
+        custody.highest = generation  # whatever becomes of it: its keys must not be met again
+        try:
+            custody.end(decision.why, stage=stage.name, by=stage.claim)
+            start, clock = time.time(), time.perf_counter()
+            team.delete_before(generation)
+            group = create_group(generation, request.signature, store, request.device_id, request.pg_options)
+            group.watch(team.store)
+        except BaseException as error:
+            # Others may wait for this rank in torch's own rendezvous, where they do not see it leave.
+            self._tell(stage, error, _HOOK, team, generation)
+            if group is None:
+                discard_unfinished(request.signature.backend, store)
+            else:
+                group.abort(custody.graveyard)
+            raise
         custody.take(group)
         custody.record_use(records.CREATED, decision.why, stage, start, time.perf_counter() - clock)
 

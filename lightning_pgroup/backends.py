@@ -14,9 +14,12 @@ class BackendTransport:
     Attributes:
         peers_notice: Whether a rank that waits in a collective wakes up when a peer is cut off. If not, each rank watches the
             store for a failure of the others.
+        waits_in_store: Whether a rank that makes a group waits for the others in the store only, on the thread that makes it,
+            and asks nothing of the store later. Its waits then end as soon as another rank has failed.
     """
 
     peers_notice = False
+    waits_in_store = False
 
     def cut(self, addresses: Sequence[bytes]) -> None:
         """Cut all connections of this process's groups. Called on a failing rank, before ``abort()``; must not wait.
@@ -30,6 +33,7 @@ class GlooTransport(BackendTransport):
     """Gloo: its ``abort()`` leaves the sockets open as long as anything holds the group, so they are shut down."""
 
     peers_notice = True
+    waits_in_store = True
 
     def cut(self, addresses: Sequence[bytes]) -> None:
         """Shut down the sockets: the peers wake up within milliseconds."""
@@ -59,3 +63,8 @@ def transports(backends: Iterable[str]) -> list[BackendTransport]:
 def peers_notice(backends: Iterable[str]) -> bool:
     """Whether a peer of any of these backends wakes up by itself when this rank is cut off."""
     return all(transport.peers_notice for transport in transports(backends))
+
+
+def wait_in_store(backends: Iterable[str]) -> bool:
+    """Whether all of these backends wait in the store, and there only, while a group is made."""
+    return all(transport.waits_in_store for transport in transports(backends))

@@ -65,7 +65,6 @@ class Custody:
     def take(self, group: OwnedGroup) -> None:
         """Take a new group into custody."""
         self.current = group
-        self.highest = max(self.highest, group.generation)
 
     def use(self, stage: Stage) -> None:
         """A stage uses the group from now on."""

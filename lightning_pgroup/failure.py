@@ -77,6 +77,11 @@ def publish(store: Store, record: FailureRecord) -> FailureRecord:
     return _load(store.compare_set(key(record.generation), "", json.dumps(asdict(record))))
 
 
+def read(store: Store, generation: int) -> FailureRecord | None:
+    """The first failure of a generation, if there was one. At most two operations, never waits."""
+    return _load(store.get(key(generation))) if store.check([key(generation)]) else None
+
+
 def key(generation: int) -> str:
     """Where the first failure of a generation stands."""
     return f"{PREFIX}/{generation}"

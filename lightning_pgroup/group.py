@@ -18,6 +18,7 @@ from lightning_pgroup.excepthook import ExceptHookGuard
 from lightning_pgroup.graveyard import Graveyard, Wrapper
 from lightning_pgroup.monitor import FailureMonitor
 from lightning_pgroup.signature import GroupSignature
+from lightning_pgroup.watched_store import WatchedStore
 
 _READ_TIMEOUT = timedelta(seconds=0.5)
 
@@ -63,7 +64,7 @@ class OwnedGroup:
         Returns:
             Why it did not end in good order; empty if it did.
         """
-        backends, addresses = c10d.backends_in_use(), self._addresses
+        backends, addresses = c10d.backends_in_use(), self._seen_addresses()
         groups = self._take()
         problem = "it was interrupted"
         try:
@@ -106,18 +107,22 @@ class OwnedGroup:
         if self.is_alive():
             transport.abort(c10d.all_groups(), c10d.backends_in_use(), self._all_addresses())
 
+    def _seen_addresses(self) -> tuple[bytes, ...]:
+        """The addresses of this generation that this rank knows without asking the store."""
+        return self._store.addresses if isinstance(self._store, WatchedStore) else self._addresses
+
     def _all_addresses(self) -> tuple[bytes, ...]:
-        """What this generation has in the store, sub-groups of others included; what it had at first if that is gone."""
+        """All addresses of this generation, sub-groups of others included; what is known of them if the store is gone."""
         found: list[bytes] = []
         store, keys = self._store, c10d.address_keys(c10d.all_groups()) if self.is_alive() else []
-        if store is not None and keys:
+        if store is not None and keys and not isinstance(store, WatchedStore):
 
             def read() -> None:
                 with contextlib.suppress(Exception):  # the host of the store may be the rank that has died
                     found.extend(_values(store, keys))
 
             run_bounded(read, _READ_TIMEOUT, "addresses")
-        return (*self._addresses, *found)
+        return (*self._seen_addresses(), *found)
 
     def _stop_monitor(self) -> None:
         if self._monitor is not None:
@@ -146,7 +151,7 @@ def create_group(
         pg_options: Options of the backend.
 
     Raises:
-        Exception: What torch raised; nothing of the group is left behind.
+        Exception: What torch raised. :func:`discard_unfinished` is to follow, once the others have been told.
     """
     # Its functions take the default group as a default argument, evaluated at import: imported after the creation of a group,
     # they would hold that group for ever (F20 of the design).
@@ -168,14 +173,25 @@ def create_group(
         group = c10d.default_group()
         assert group is not None
         owned = OwnedGroup(generation, signature, weakref.ref(group), hook, _store=store)
-        if signature.world_size > 1:
+        if signature.world_size > 1 and not isinstance(store, WatchedStore):
             owned._addresses = tuple(_values(store, c10d.address_keys([group])))
         return owned
     except BaseException:
         hook.created()
         hook.restore()
-        c10d.take_all_groups()
         raise
+
+
+def discard_unfinished(backend: str, store: Store) -> None:
+    """Drop what a failed creation has left. Local, waits for no other rank.
+
+    Whatever holds its exception holds what was made so far, and with it the connections, so these are cut.
+
+    Args:
+        backend: The backend of the group.
+        store: The part of the store that belonged to its generation.
+    """
+    transport.abort(c10d.take_all_groups(), [backend], store.addresses if isinstance(store, WatchedStore) else ())
 
 
 def _values(store: Store, keys: list[list[str]]) -> list[bytes]:

@@ -27,8 +27,8 @@ from torch.distributed import Store
 
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.errors import RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.key_waiter import KeyWaiter
 
-_POLL = 0.02
 _LIVENESS_PERIOD = 0.5
 _GRACE = timedelta(seconds=5)
 _ANSWER_TIMEOUT = timedelta(seconds=2)
@@ -45,15 +45,19 @@ class Rounds:
         store: Where the ranks meet; already under a prefix of their own.
         rank: This process's rank.
         size: Number of ranks.
+
+    Attributes:
+        number: How many rounds this rank has come to or left.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._size = size
-        self._number = 0
+        self.number = 0
+        self._outcome: dict[str, Any] | None = None
         self._passed: list[int] = []
-        self._waiter: Store | None = None
+        self._waiter = KeyWaiter(store)
         self._thread: threading.Thread | None = None
 
     def run(
@@ -80,9 +84,14 @@ class Rounds:
             RendezvousAbandonedError: Another rank gave up this round, or failed before it came.
         """
         start = time.monotonic()
-        self._number += 1
-        number = self._number
-        outcome = self._take_part(number, said, answer, start + timeout.total_seconds(), check_peers)
+        self._outcome = None
+        number = self.number + 1
+        try:
+            self.number = number
+            self._outcome = outcome = self._take_part(number, said, answer, start + timeout.total_seconds(), check_peers)
+        except BaseException as error:
+            self.settle(describe(error))
+            raise
         if "abandoned" not in outcome:
             self._passed = [number]
             return str(outcome["answer"])
@@ -94,21 +103,34 @@ class Rounds:
             f" there for it, {outcome['why']}."
         )
 
+    def settle(self, why: str) -> str | None:
+        """Leave the present round, because of a failure in or right after it. Waits at most 2 s, never for other ranks.
+
+        Returns:
+            Its answer, if the ranks have decided it: the others then go on as it says, without this one.
+        """
+        if self._outcome is None:
+            self._outcome = {"abandoned": self._rank}
+            self._passed.append(self.number)
+            with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
+                self._outcome = self._give_up(f"round/{self.number}/outcome", why)
+        return self._outcome.get("answer")
+
     def abandon(self, why: str) -> None:
         """Leave the next round without having come to it, since what it was for has failed. Never waits for other ranks.
 
         All ranks so stay in step: each stage is one round for each of them, whether or not it comes to it.
         """
-        self._number += 1
-        self._passed.append(self._number)
-        self._publish(f"round/{self._number}/outcome", {"abandoned": self._rank, "why": why})
+        self.number += 1
+        self._passed.append(self.number)
+        self._publish(f"round/{self.number}/outcome", {"abandoned": self._rank, "why": why})
 
     def note(self, said: str) -> None:
         """Leave a note of where this rank is, for the message of a peer that waits for it. One operation, never waits."""
         self._say({"stage": said}, left=True)
 
     def _say(self, said: dict[str, Any], *, left: bool = False) -> None:
-        where = {"round": self._number, "left": left, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        where = {"round": self.number, "left": left, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         self._store.set(f"rank/{self._rank}", json.dumps({**where, "said": said}))
 
     def _take_part(
@@ -140,19 +162,13 @@ class Rounds:
         # Operations on the store are deaf to signals, and do not return when its host is stopped.
         self._thread = threading.Thread(target=take_part, name="lightning-pgroup-round", daemon=True)
         self._thread.start()
-        try:
-            while not done.wait(max(0.0, min(_LIVENESS_PERIOD, deadline - time.monotonic()))):
-                if time.monotonic() >= deadline:
-                    return self._give_up(key, "it had given up waiting")
-                check_peers()
-            self._thread.join()
-            if problems:
-                raise problems[0]
-        except BaseException as error:
-            self._passed.append(number)
-            with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
-                self._give_up(key, describe(error))
-            raise
+        while not done.wait(max(0.0, min(_LIVENESS_PERIOD, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return self._give_up(key, "it had given up waiting")
+            check_peers()
+        self._thread.join()
+        if problems:
+            raise problems[0]
         return outcomes[0]
 
     def _give_up(self, key: str, why: str) -> dict[str, Any]:
@@ -167,7 +183,7 @@ class Rounds:
             # It must have seen the key before a later round deletes it.
             self._thread.join(0.0 if outcome["silent"] else _ANSWER_TIMEOUT.total_seconds())
             if self._thread.is_alive():
-                self._waiter = None
+                self._waiter.replace()
         return dict(outcome)
 
     def _close(self, number: int, key: str, answer: Answer) -> dict[str, Any]:
@@ -193,15 +209,8 @@ class Rounds:
             self._store.delete_key(f"round/{number}/outcome")
 
     def _wait(self, key: str, deadline: float) -> None:
-        """Wait for ``key``, a little beyond ``deadline``, without the lock of this rank's client (F21 of the design)."""
-        if hasattr(self._store, "clone"):
-            if self._waiter is None:
-                self._waiter = self._store.clone()
-            self._waiter.wait([key], timedelta(seconds=max(0.0, deadline - time.monotonic())) + _GRACE)
-            return
-        pause = threading.Event()
-        while not self._store.check([key]):
-            pause.wait(_POLL)
+        """Wait for ``key``, a little beyond ``deadline``: this rank gives up first, and then sets the key itself."""
+        self._waiter.wait([key], timedelta(seconds=max(0.0, deadline - time.monotonic())) + _GRACE)
 
     def _missing(
         self, number: int, said: dict[str, Any], waited: float, timeout: timedelta, *, silent: bool

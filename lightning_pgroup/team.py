@@ -15,8 +15,10 @@ from typing import NamedTuple
 from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_launched
 
 from lightning_pgroup import failure
+from lightning_pgroup.errors import RendezvousAbandonedError
 from lightning_pgroup.rounds import Rounds
 from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, delete_below, launcher_store
+from lightning_pgroup.watched_store import WatchedStore
 
 ENVIRONMENT_VARIABLE = "LIGHTNING_PGROUP_INVITATION"
 
@@ -111,6 +113,26 @@ class Team:
     def generation_store(self, generation: int) -> Store:
         """The part of the store that belongs to one generation."""
         return PrefixStore(f"{_GENERATIONS}/{generation}", self.store)
+
+    def watched_store(self, generation: int, timeout: timedelta) -> WatchedStore:
+        """The same, in which a wait for another rank ends when one has failed.
+
+        Args:
+            generation: Its number.
+            timeout: Bound of a wait that is given none.
+        """
+        who = f"Rank {self.rank} of {self.size}"
+
+        def check() -> None:
+            self.check_peers()
+            failed = failure.read(self.store, generation)
+            if failed is not None:
+                raise RendezvousAbandonedError(
+                    f"{who} can not go on creating a process group of generation {generation}, for rank {failed.rank} has"
+                    f" failed: {failed.kind}"
+                )
+
+        return WatchedStore(self.generation_store(generation), timeout, who, check)
 
     def announce(self, generation: int) -> None:
         """Note that the ranks have agreed on a generation. On one rank, before the others learn of it."""

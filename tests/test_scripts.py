@@ -241,7 +241,7 @@ def test_the_host_of_the_store_leaves_last(tmp_path):
 
 SWEEP_WITH_FAILURES = """
 import random
-from tests.test_failures import Boom, PLACES, attempt, fit, same
+from tests.faults import Boom, PLACES, attempt, fit, same
 
 fresh = fit(PGroupDDPStrategy(destroy="on_teardown"))
 rank, chance, right, ended = int(os.environ["LOCAL_RANK"]), random.Random(7), 0, []

@@ -1,0 +1,197 @@
+"""The store of one generation, in which a wait for another rank ends as soon as that rank has failed.
+
+A group is made by telling one's address in the store and waiting there for those of the others: there is no socket yet that a
+failing rank could cut. Lightning makes a group with a timeout of 10,000 days around ``prepare_data`` (F29 of the design), so
+that a rank which waits there for one that has failed would wait for ever. Here a wait looks at the record of failures too.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from lightning_pgroup.errors import RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.key_waiter import KeyWaiter
+from lightning_pgroup.rounds import describe
+
+INTERVAL = 0.1
+"""How often a rank that waits for another looks for a failure, seconds."""
+
+_ABANDONED = b"lightning_pgroup abandoned: "
+_JOIN = timedelta(seconds=2)
+
+
+class WatchedStore(Store):
+    """A store for ``init_process_group`` and all groups that follow from it. Gloo asks it only while it makes a group.
+
+    Torch's C++ code calls the methods of this class. It does not keep this object alive: whoever has the group must.
+
+    Args:
+        inner: The part of the store that belongs to one generation.
+        timeout: Bound of a wait that is given none.
+        who: This rank and the generation, for messages.
+        check: Raises when waiting has become pointless. Called ten times a second by a rank that waits.
+    """
+
+    def __init__(self, inner: Store, timeout: timedelta, who: str, check: Callable[[], None]) -> None:
+        super().__init__()
+        self.set_timeout(timeout)
+        self._inner: Any = inner  # torch's stubs know only half of what a store can do
+        self._timeout = timeout
+        self._who = who
+        self._check = check
+        self._waiter = KeyWaiter(inner)
+        self._addresses: dict[str, bytes] = {}
+
+    @property
+    def addresses(self) -> tuple[bytes, ...]:
+        """What all groups of this generation on this rank, sub-groups of other code too, told and heard of addresses (F30)."""
+        return tuple(self._addresses.values())
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._inner.set(key, value)
+        self._note(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key; waits for it, at most the timeout of this store."""
+        if key not in self._addresses:
+            self.wait([key])
+        return self._addresses[key] if key in self._addresses else self._read(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there.
+
+        Args:
+            keys: The keys.
+            timeout: How long to wait at most; by default the timeout of this store.
+
+        Raises:
+            RendezvousTimeoutError: They did not come in time.
+            RendezvousAbandonedError: A rank that should have set them has failed.
+        """
+        missing = [key for key in keys if key not in self._addresses]
+        if missing and not self._inner.check(missing):
+            self._wait(missing, timeout or self._timeout)
+        for key in missing:
+            if _is_address(key):
+                self._note(key, self._read(key))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return bool(self._inner.check(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter."""
+        return int(self._inner.add(key, amount))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key if it has the expected value; returns the value that it has then."""
+        found: bytes = self._inner.compare_set(key, expected, desired)
+        return found
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to a value."""
+        self._inner.append(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of several keys; waits for them."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Whether the store can append and serve several keys at once."""
+        return bool(self._inner.has_extended_api())
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; returns whether it was there."""
+        self._addresses.pop(key, None)
+        return bool(self._inner.delete_key(key))
+
+    def num_keys(self) -> int:
+        """The number of keys of the whole store."""
+        return int(self._inner.num_keys())
+
+    def clone(self) -> Store:
+        """A plain client for another thread; waits on it are not watched."""
+        client: Store = self._inner.clone()
+        return client
+
+    # Torch's C++ code asks for these two by their names there.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+    def _wait(self, keys: list[str], timeout: timedelta) -> None:
+        start = time.monotonic()
+        arrived = threading.Event()
+        problems: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                # This rank gives up first, and then sets the keys itself: the thread ends with them.
+                self._waiter.wait(keys, timeout + _JOIN)
+            except BaseException as error:
+                problems.append(error)
+            finally:
+                arrived.set()
+
+        # The wait itself is deaf to signals, and to what has become of the others.
+        thread = threading.Thread(target=wait, name="lightning-pgroup-creation", daemon=True)
+        thread.start()
+        try:
+            while not arrived.is_set():
+                self._check()
+                left = timeout.total_seconds() - (time.monotonic() - start)
+                if left <= 0:
+                    raise self._late(keys, time.monotonic() - start, timeout)
+                arrived.wait(min(INTERVAL, left))
+            thread.join()
+            if problems:
+                raise problems[0]
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
+                self._give_up(keys, error)
+            thread.join(_JOIN.total_seconds())
+            if thread.is_alive():
+                self._waiter.replace()
+            raise
+
+    def _give_up(self, keys: list[str], error: BaseException) -> None:
+        """Set the keys that nobody will set, so that this rank's thread ends, and others who wait for them learn it too."""
+        for key in keys:
+            self._inner.compare_set(key, b"", _ABANDONED + f"{self._who} gave up, {describe(error)}".encode())
+
+    def _late(self, keys: list[str], waited: float, timeout: timedelta) -> RendezvousTimeoutError:
+        missing = [key for key in keys if not self._inner.check([key])]
+        ranks = ", ".join(key.rpartition("/")[2] for key in missing if _is_address(key))
+        what = f"rank {ranks}" if ranks else f"the keys {missing}"
+        return RendezvousTimeoutError(
+            f"{self._who} waited {waited:.1f} s of {timeout.total_seconds():.1f} s for {what} in the creation of a process"
+            " group, in vain. Let all ranks create the same groups in the same order; if a rank only needs longer, raise the"
+            " `timeout` of the group."
+        )
+
+    def _read(self, key: str) -> bytes:
+        value: bytes = self._inner.get(key)
+        if value.startswith(_ABANDONED):
+            raise RendezvousAbandonedError(
+                f"{self._who} can not go on creating a process group: {value.removeprefix(_ABANDONED).decode()}"
+            )
+        return value
+
+    def _note(self, key: str, value: bytes) -> None:
+        if _is_address(key):
+            self._addresses[key] = value
+
+
+def _is_address(key: str) -> bool:
+    """Whether a key is one under which gloo tells an address; these are set once and never change."""
+    return "//" in key
