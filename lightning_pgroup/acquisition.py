@@ -1,6 +1,5 @@
 """How a stage gets its group: the ranks agree, then each carries the decision out."""
 
-import contextlib
 import time
 from datetime import timedelta
 from typing import Any
@@ -8,29 +7,22 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store
 
-from lightning_pgroup import agreement, failure, records
+from lightning_pgroup import agreement, records
 from lightning_pgroup.__about__ import __version__
 from lightning_pgroup.agreement import Decision, Report
 from lightning_pgroup.backends import wait_in_store
-from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.claim import GroupRequest, Stage
 from lightning_pgroup.custody import Custody
 from lightning_pgroup.errors import GroupMismatchError, RanksDisagreeError, StoreLostError, WorldSizeError
-from lightning_pgroup.failure import FailureRecord
 from lightning_pgroup.group import OwnedGroup, create_group, discard_unfinished
 from lightning_pgroup.membership import Membership
+from lightning_pgroup.notices import Notices
 from lightning_pgroup.policy import Action, Event, OnMismatch, Ownership, reason
 from lightning_pgroup.rounds import describe
 from lightning_pgroup.team import Team
 
-TELL_TIMEOUT = timedelta(seconds=0.5)
-"""How long a rank that fails tries to record that, before it cuts its connections."""
-
 _HOOK = "setup_environment"
 """The hook of Lightning in which a stage gets its group."""
-
-WORD_TIMEOUT = timedelta(seconds=1)
-"""How long a rank that fails tries to tell the others."""
 
 
 class Acquisition:
@@ -39,15 +31,13 @@ class Acquisition:
     Args:
         custody: Where the group is kept.
         membership: How to reach the other ranks.
-
-    Attributes:
-        team: The team of the last agreement, if any.
+        notices: How to tell them of a failure.
     """
 
-    def __init__(self, custody: Custody, membership: Membership) -> None:
+    def __init__(self, custody: Custody, membership: Membership, notices: Notices) -> None:
         self._custody = custody
         self._membership = membership
-        self.team: Team | None = None
+        self._notices = notices
 
     def agree(self, stage: Stage, request: GroupRequest) -> None:
         """Reuse the living group or create the next, as all ranks decide together. Collective.
@@ -63,7 +53,7 @@ class Acquisition:
             return
         report = self._report(stage, request)
         try:
-            self.team = team = self._join(stage, request)
+            self._notices.team = team = self._join(stage, request)
             self._agree_in(team, report, stage, request, clock)
         except dist.DistError as error:
             raise StoreLostError(
@@ -92,75 +82,10 @@ class Acquisition:
                 decision = None if answer is None else Decision.from_json(answer)
                 if decision is not None and decision.action in (agreement.CREATE, agreement.REUSE):
                     self._custody.highest = max(self._custody.highest, decision.generation)
-                    self._tell(stage, error, _HOOK, team, decision.generation)
+                    self._notices.tell(stage, error, _HOOK, team, decision.generation)
             raise
         finally:
             stage.met = team.size == 1 or team.rounds.number > round_before
-
-    def tell_failure(self, stage: Stage, error: BaseException, hook: str) -> None:
-        """Record the failure of a stage for all ranks, and note on ``error`` which one was the first.
-
-        Local, waits at most :data:`TELL_TIMEOUT`; never raises. To be called before the connections are cut, so that those who
-        wake up find the record.
-        """
-        group, team = self._custody.current, self.team
-        if not stage.failure and group is not None and team is not None and stage.acquired:
-            self._tell(stage, error, hook, team, group.generation)
-        elif stage.failure and stage.failure not in getattr(error, "__notes__", ()):
-            error.add_note(stage.failure)
-
-    def _tell(self, stage: Stage, error: BaseException, hook: str, team: Team, generation: int) -> None:
-        record = FailureRecord.of(error, generation=generation, rank=team.rank, stage=stage.name, hook=hook)
-        stage.failure = self._first_failure(team, record).describe()
-        error.add_note(stage.failure)
-        records.logger.warning(
-            "[rank %d/%d gen %d] %s failed here with %s. %s",
-            record.rank,
-            team.size,
-            record.generation,
-            stage.name,
-            record.kind,
-            stage.failure,
-        )
-
-    def _first_failure(self, team: Team, record: FailureRecord) -> FailureRecord:
-        first = [record]
-
-        def tell() -> None:
-            with contextlib.suppress(Exception):  # the host of the store may be the rank that has died
-                first[0] = failure.publish(team.store, record)
-
-        run_bounded(tell, TELL_TIMEOUT, "failure")
-        return first[0]
-
-    def leave_word(self, stage: Stage, error: BaseException | None) -> None:
-        """Tell ranks that wait for this one how its stage ended. Local, waits at most :data:`WORD_TIMEOUT`; never raises.
-
-        A rank whose stage has failed before its rendezvous stays away from that for good.
-        """
-
-        def tell() -> None:
-            with contextlib.suppress(Exception):  # the host of the store may be gone
-                if error is not None and not stage.met:
-                    self._stay_away(stage, f"it has failed before: {describe(error)}")
-                if self.team is not None:
-                    self.team.rounds.note(f"{'raised in' if error else 'finished'} {stage.name}")
-
-        if error is None:
-            tell()
-        else:
-            run_bounded(tell, WORD_TIMEOUT, "word")  # or stopped
-
-    def _stay_away(self, stage: Stage, why: str) -> None:
-        stage.met = True
-        place = stage.request().place
-        if place.size == 1:
-            return
-        if self._membership.is_known(place):
-            self.team = self._membership.team(place)
-            self.team.rounds.abandon(why)
-        elif self._custody.ownership() is not Ownership.FOREIGN:
-            self._membership.note_missed(place, why)
 
     def share_running(self, stage: Stage, request: GroupRequest) -> None:
         """Let a stage use the group in which another one, around it, is running; that one can not lose it.
@@ -252,11 +177,19 @@ class Acquisition:
             custody.end(decision.why, stage=stage.name, by=stage.claim)
             start, clock = time.time(), time.perf_counter()
             team.delete_before(generation)
-            group = create_group(generation, request.signature, store, request.device_id, request.pg_options)
+            group = create_group(
+                generation,
+                request.signature,
+                store,
+                request.device_id,
+                request.pg_options,
+                run=team.run,
+                attempt=team.attempt,
+            )
             group.watch(team.store)
         except BaseException as error:
             # Others may wait for this rank in torch's own rendezvous, where they do not see it leave.
-            self._tell(stage, error, _HOOK, team, generation)
+            self._notices.tell(stage, error, _HOOK, team, generation)
             if group is None:
                 discard_unfinished(request.signature.backend, store)
             else:
@@ -271,10 +204,8 @@ class Acquisition:
         differences = living.signature.differences(request.signature)
         if differences:
             records.logger.warning(
-                "[rank %d/%d gen %d] %s asks for another group than the living one, but %s: %s",
-                living.signature.rank,
-                living.signature.world_size,
-                living.generation,
+                "%s %s asks for another group than the living one, but %s: %s",
+                living.log_prefix,
                 stage.name,
                 outcome,
                 ", ".join(differences),

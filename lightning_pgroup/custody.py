@@ -141,6 +141,8 @@ class Custody:
             backend=backend,
             start=time.time(),
             duration=0.0,
+            run="",
+            attempt=None,
         )
         stage.claim.events.append(event)
         event.log()
@@ -160,6 +162,8 @@ class Custody:
             backend=group.signature.backend,
             start=start,
             duration=duration,
+            run=group.run,
+            attempt=group.attempt,
         )
         if what in (records.CREATED, records.REUSED):
             interested = set() if by is None else {by}

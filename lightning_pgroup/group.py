@@ -17,6 +17,7 @@ from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.excepthook import ExceptHookGuard
 from lightning_pgroup.graveyard import Graveyard, Wrapper
 from lightning_pgroup.monitor import FailureMonitor
+from lightning_pgroup.records import prefix
 from lightning_pgroup.signature import GroupSignature
 from lightning_pgroup.watched_store import WatchedStore
 
@@ -30,10 +31,14 @@ class OwnedGroup:
     Attributes:
         generation: Its number, agreed by all ranks.
         signature: What it was created with.
+        run: Name of the run.
+        attempt: How often the launcher has restarted the ranks, if it counts that.
     """
 
     generation: int
     signature: GroupSignature
+    run: str
+    attempt: int | None
     _reference: "weakref.ref[ProcessGroup]"
     _hook: ExceptHookGuard = field(repr=False)
     _wrappers: list[Wrapper] = field(default_factory=list, repr=False)
@@ -41,6 +46,11 @@ class OwnedGroup:
     _store: Store | None = field(default=None, repr=False)
     _addresses: tuple[bytes, ...] = field(default=(), repr=False)
     _monitor: FailureMonitor | None = field(default=None, repr=False)
+
+    @property
+    def log_prefix(self) -> str:
+        """What a line of the log that concerns it begins with."""
+        return prefix(self.run, self.attempt, self.signature.rank, self.signature.world_size, self.generation)
 
     def is_alive(self) -> bool:
         """Whether it is still the default group of this process."""
@@ -139,7 +149,14 @@ class OwnedGroup:
 
 
 def create_group(
-    generation: int, signature: GroupSignature, store: Store, device_id: torch.device | None, pg_options: Any
+    generation: int,
+    signature: GroupSignature,
+    store: Store,
+    device_id: torch.device | None,
+    pg_options: Any,
+    *,
+    run: str,
+    attempt: int | None,
 ) -> OwnedGroup:
     """Create the default group of one generation. Collective; blocks at most the group's timeout.
 
@@ -149,6 +166,8 @@ def create_group(
         store: The part of the store that belongs to this generation alone.
         device_id: The device to bind it to; ``None`` on CPU.
         pg_options: Options of the backend.
+        run: Name of the run.
+        attempt: How often the launcher has restarted the ranks, if it counts that.
 
     Raises:
         Exception: What torch raised. :func:`discard_unfinished` is to follow, once the others have been told.
@@ -172,7 +191,7 @@ def create_group(
         hook.created()
         group = c10d.default_group()
         assert group is not None
-        owned = OwnedGroup(generation, signature, weakref.ref(group), hook, _store=store)
+        owned = OwnedGroup(generation, signature, run, attempt, weakref.ref(group), hook, _store=store)
         if signature.world_size > 1 and not isinstance(store, WatchedStore):
             owned._addresses = tuple(_values(store, c10d.address_keys([group])))
         return owned

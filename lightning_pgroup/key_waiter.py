@@ -1,12 +1,19 @@
-"""Blocking waits for keys, on a client of their own."""
+"""Blocking waits for keys, on a client of their own; and such that a rank stays awake while it waits."""
 
+import contextlib
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import Store
 
+INTERVAL = 0.1
+"""How often a rank that waits for others looks whether that still makes sense, seconds."""
+
 _POLL = 0.02
+_MARGIN = timedelta(seconds=2)
 
 
 class KeyWaiter:
@@ -17,8 +24,8 @@ class KeyWaiter:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
-        self._client: Store | None = None
+        self._store: Any = store
+        self._client: Any = None
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         """Block this thread, deaf to signals, until all ``keys`` are there, at most ``timeout``.
@@ -39,3 +46,58 @@ class KeyWaiter:
     def replace(self) -> None:
         """Use a new client from now on, since a thread that nothing can stop still waits on the present one."""
         self._client = None
+
+    def watch(
+        self,
+        keys: Sequence[str],
+        timeout: timedelta,
+        *,
+        check: Callable[[], None],
+        late: Callable[[float], Exception],
+        last_words: Callable[[BaseException], bytes],
+    ) -> None:
+        """Wait until all ``keys`` are there, awake to signals and to what becomes of the others.
+
+        Args:
+            keys: The keys. Whoever sets them does it once.
+            timeout: How long to wait at most.
+            check: Called ten times a second; raises when waiting has become pointless.
+            late: Makes the error for ``timeout``, from the seconds that were waited.
+            last_words: Makes the value that the missing keys get when this rank gives up, from its error: nobody else will set
+                them then, others may wait for them too, and the thread that waits here has to end.
+
+        Raises:
+            Exception: What ``check`` raised, what ``late`` made, or what the store raised.
+        """
+        start = time.monotonic()
+        arrived = threading.Event()
+        problems: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                self.wait(keys, timeout + _MARGIN)  # this rank gives up first
+            except BaseException as error:
+                problems.append(error)
+            finally:
+                arrived.set()
+
+        thread = threading.Thread(target=wait, name="lightning-pgroup-wait", daemon=True)
+        thread.start()
+        try:
+            while not arrived.is_set():
+                check()
+                left = timeout.total_seconds() - (time.monotonic() - start)
+                if left <= 0:
+                    raise late(time.monotonic() - start)
+                arrived.wait(min(INTERVAL, left))
+            thread.join()
+            if problems:
+                raise problems[0]
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
+                for key in keys:
+                    self._store.compare_set(key, b"", last_words(error))
+            thread.join(_MARGIN.total_seconds())
+            if thread.is_alive():
+                self.replace()
+            raise

@@ -19,6 +19,7 @@ from lightning_pgroup.claim import Claim, GroupRequest, Stage
 from lightning_pgroup.custody import Custody
 from lightning_pgroup.errors import GroupLostError, GroupMismatchError, PGroupError, StrategyClosedError
 from lightning_pgroup.membership import Membership
+from lightning_pgroup.notices import Notices
 from lightning_pgroup.policy import Event, OnError, Ownership, reason
 from lightning_pgroup.rounds import describe
 
@@ -39,7 +40,8 @@ class Lifecycle:
 
     def __init__(self, membership: Membership, inherited: "weakref.ref[ProcessGroup] | None" = None) -> None:
         self._custody = Custody(inherited)
-        self._acquisition = Acquisition(self._custody, membership)
+        self._notices = Notices(self._custody, membership)
+        self._acquisition = Acquisition(self._custody, membership, self._notices)
         self._lock = threading.RLock()
         self._depth = 0
         self._collected: deque[Claim] = deque()
@@ -152,12 +154,12 @@ class Lifecycle:
                 # Who refuses a group, as all ranks do then, does not use it: it stays as it is.
                 refused = isinstance(error, GroupMismatchError) and not stage.acquired
                 if claim.failed and not nested:
-                    self._acquisition.tell_failure(stage, error, hook)
+                    self._notices.tell_failure(stage, error, hook)
                 self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested or refused, why=why, by=claim)
                 if not claim.failed:
                     self._end_later(stage, Event.ERROR_HANDLED)
             if not self._is_shared():
-                self._acquisition.leave_word(stage, error)
+                self._notices.leave_word(stage, error)
 
     def terminate(self, claim: Claim) -> None:
         """The process was asked to end by SIGTERM: tell the others and drop the group, so that nobody waits (F28).
@@ -169,7 +171,7 @@ class Lifecycle:
                 return
             claim.terminated = True
             stage = self.running_stage(claim)
-            self._acquisition.tell_failure(stage, SystemExit("SIGTERM was received"), "")
+            self._notices.tell_failure(stage, SystemExit("SIGTERM was received"), "")
             self._custody.apply(Event.STAGE_ERROR, stage=stage.name, why="SIGTERM was received", by=claim)
 
     def finish(self, claim: Claim) -> None:

@@ -16,6 +16,12 @@ LOST = "lost"
 _LEVELS = {ABORTED: logging.WARNING, LOST: logging.WARNING, REUSED: logging.DEBUG}
 
 
+def prefix(run: str, attempt: int | None, rank: int, world_size: int, generation: int) -> str:
+    """What a line of the log begins with. Run and attempt stand there only when a launcher has named and counted them."""
+    launched = "" if attempt is None else f"run {run} attempt {attempt} "
+    return f"[{launched}rank {rank}/{world_size} gen {generation}]"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LifecycleEvent:
     """One thing that was done with the group of this process.
@@ -33,6 +39,8 @@ class LifecycleEvent:
         backend: Name of the group's backend.
         start: When it began, seconds since the epoch on this host's clock.
         duration: How long it took, seconds.
+        run: Name of the run, as its launcher gave it (torchrun's run id) or a fresh one; empty for a group of other code.
+        attempt: How often the launcher has restarted the ranks, as rank 0 was told; ``None`` if it does not count that.
     """
 
     what: str
@@ -45,6 +53,8 @@ class LifecycleEvent:
     backend: str
     start: float
     duration: float
+    run: str
+    attempt: int | None
 
     def to_payload(self) -> dict[str, Any]:
         """The record as plain JSON types."""
@@ -59,10 +69,8 @@ class LifecycleEvent:
         """Write the record's one log line."""
         logger.log(
             _LEVELS.get(self.what, logging.INFO),
-            "[rank %d/%d gen %d] process group (%s) %s%s in %.1f ms: %s",
-            self.rank,
-            self.world_size,
-            self.generation,
+            "%s process group (%s) %s%s in %.1f ms: %s",
+            prefix(self.run, self.attempt, self.rank, self.world_size, self.generation),
             self.backend,
             self.what,
             f" for {self.stage}" if self.stage else "",

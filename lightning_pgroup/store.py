@@ -75,16 +75,35 @@ def launcher_store(init_method: str, rank: int, world_size: int, timeout: timede
         world_size: Number of ranks.
         timeout: How long to wait for the host, and bound of each operation.
     """
-    if init_method.startswith("env://") and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        init_method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    url = urlparse(init_method)
-    if url.scheme == "tcp" and url.hostname and url.port and not is_torchelastic_launched():
-        host = rank == 0
+    url = urlparse(_as_address(init_method))
+    if url.scheme == "tcp" and url.hostname and url.port:
+        host = rank == 0 and rank_zero_hosts(init_method)
         return TCPStore(url.hostname, url.port, None, host, timeout, wait_for_workers=False, multi_tenant=True)
     store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
     found: Store = store
     found.set_timeout(timeout)
     return found
+
+
+def rank_zero_hosts(init_method: str) -> bool:
+    """Whether rank 0 hosts the store that an ``init_method`` stands for, so that the store dies with it.
+
+    A file needs no host, and the store of torchrun's agent has one, which outlives the ranks.
+    """
+    url = urlparse(_as_address(init_method))
+    if url.scheme != "tcp":
+        return False
+    agents = is_torchelastic_launched() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    main = os.environ.get("MASTER_ADDR", "").lower(), os.environ.get("MASTER_PORT")
+    return not (agents and main == (url.hostname, str(url.port)))
+
+
+def _as_address(init_method: str) -> str:
+    """``env://`` as the address that it stands for; all else as it is."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not init_method.startswith("env://") or not host or not port:
+        return init_method
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def delete_below(store: Store, prefix: str, choose: Callable[[str], bool] = lambda key: True) -> int:

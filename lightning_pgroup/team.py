@@ -6,6 +6,7 @@ really are, before any of them waits for another.
 
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,9 +16,11 @@ from typing import NamedTuple
 from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_launched
 
 from lightning_pgroup import failure
+from lightning_pgroup.__about__ import __version__
 from lightning_pgroup.errors import RendezvousAbandonedError
+from lightning_pgroup.first_contact import Contact, Hello, meet
 from lightning_pgroup.rounds import Rounds
-from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, delete_below, launcher_store
+from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, delete_below, launcher_store, rank_zero_hosts
 from lightning_pgroup.watched_store import WatchedStore
 
 ENVIRONMENT_VARIABLE = "LIGHTNING_PGROUP_INVITATION"
@@ -86,6 +89,7 @@ class Team:
         size: Number of ranks.
         is_host: Whether the store dies with this process.
         check_peers: Raises when a peer is known to be gone for good; see :meth:`Rounds.run`.
+        attempt: How often the launcher has restarted the ranks, if it counts that.
     """
 
     def __init__(
@@ -97,7 +101,10 @@ class Team:
         *,
         is_host: bool,
         check_peers: Callable[[], None] = lambda: None,
+        attempt: int | None = None,
     ) -> None:
+        self.run = run.partition("/")[0]
+        self.attempt = attempt
         self.is_host = is_host
         self.rank = rank
         self.size = size
@@ -181,12 +188,17 @@ def join_invited(
 
 def join_launched(init_method: str, rank: int, size: int, timeout: timedelta) -> Team:
     """Join a team whose processes somebody else started; see :func:`~lightning_pgroup.store.launcher_store`."""
-    # The store of torchrun's agent can outlive an attempt, so that the prefix names the attempt as well (F24 of the design).
+    start = time.monotonic()
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_torchelastic_launched() else None
     store = launcher_store(init_method, rank, size, timeout)
-    is_host = rank == 0 and not is_torchelastic_launched() and not init_method.startswith("file://")
-    return Team(store, f"{run}/{attempt}", rank, size, is_host=is_host)
+    contact = Contact(token=uuid.uuid4().hex, attempt=attempt)
+    if size > 1:
+        left = timedelta(seconds=max(1.0, timeout.total_seconds() - (time.monotonic() - start)))
+        hello = Hello.of(rank, size, __version__, attempt)
+        contact = meet(PrefixStore(_prefix(run), store), hello, left, init_method)
+    is_host = rank == 0 and rank_zero_hosts(init_method)
+    return Team(store, f"{run}/{contact.token}", rank, size, is_host=is_host, attempt=contact.attempt)
 
 
 def _prefix(run: str) -> str:

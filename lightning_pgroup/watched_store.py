@@ -5,9 +5,6 @@ failing rank could cut. Lightning makes a group with a timeout of 10,000 days ar
 that a rank which waits there for one that has failed would wait for ever. Here a wait looks at the record of failures too.
 """
 
-import contextlib
-import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,11 +15,7 @@ from lightning_pgroup.errors import RendezvousAbandonedError, RendezvousTimeoutE
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.rounds import describe
 
-INTERVAL = 0.1
-"""How often a rank that waits for another looks for a failure, seconds."""
-
 _ABANDONED = b"lightning_pgroup abandoned: "
-_JOIN = timedelta(seconds=2)
 
 
 class WatchedStore(Store):
@@ -76,7 +69,14 @@ class WatchedStore(Store):
         """
         missing = [key for key in keys if key not in self._addresses]
         if missing and not self._inner.check(missing):
-            self._wait(missing, timeout or self._timeout)
+            limit = timeout or self._timeout
+            self._waiter.watch(
+                missing,
+                limit,
+                check=self._check,
+                late=lambda waited: self._late(missing, waited, limit),
+                last_words=lambda error: _ABANDONED + f"{self._who} gave up, {describe(error)}".encode(),
+            )
         for key in missing:
             if _is_address(key):
                 self._note(key, self._read(key))
@@ -128,46 +128,6 @@ class WatchedStore(Store):
     # Torch's C++ code asks for these two by their names there.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
-
-    def _wait(self, keys: list[str], timeout: timedelta) -> None:
-        start = time.monotonic()
-        arrived = threading.Event()
-        problems: list[BaseException] = []
-
-        def wait() -> None:
-            try:
-                # This rank gives up first, and then sets the keys itself: the thread ends with them.
-                self._waiter.wait(keys, timeout + _JOIN)
-            except BaseException as error:
-                problems.append(error)
-            finally:
-                arrived.set()
-
-        # The wait itself is deaf to signals, and to what has become of the others.
-        thread = threading.Thread(target=wait, name="lightning-pgroup-creation", daemon=True)
-        thread.start()
-        try:
-            while not arrived.is_set():
-                self._check()
-                left = timeout.total_seconds() - (time.monotonic() - start)
-                if left <= 0:
-                    raise self._late(keys, time.monotonic() - start, timeout)
-                arrived.wait(min(INTERVAL, left))
-            thread.join()
-            if problems:
-                raise problems[0]
-        except BaseException as error:
-            with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
-                self._give_up(keys, error)
-            thread.join(_JOIN.total_seconds())
-            if thread.is_alive():
-                self._waiter.replace()
-            raise
-
-    def _give_up(self, keys: list[str], error: BaseException) -> None:
-        """Set the keys that nobody will set, so that this rank's thread ends, and others who wait for them learn it too."""
-        for key in keys:
-            self._inner.compare_set(key, b"", _ABANDONED + f"{self._who} gave up, {describe(error)}".encode())
 
     def _late(self, keys: list[str], waited: float, timeout: timedelta) -> RendezvousTimeoutError:
         missing = [key for key in keys if not self._inner.check([key])]

@@ -169,7 +169,7 @@ F20 = """if True:
         signature = GroupSignature(
             backend="gloo", world_size=1, rank=0, timeout=9.0, device="cpu", pg_options="", init_method=""
         )
-        owned = create_group(1, signature, HashStore(), None, None)
+        owned = create_group(1, signature, HashStore(), None, None, run="", attempt=None)
     else:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     group = weakref.ref(dist.group.WORLD)

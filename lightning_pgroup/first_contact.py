@@ -1,0 +1,253 @@
+"""First contact: ranks that somebody else has started meet in a store that may be full of the keys of an earlier attempt.
+
+The store of torchrun's agent outlives a restart of its workers (F24 of the design), the counts of restarts differ between nodes
+(F26), and the file of an ``init_method`` outlives a crash. So neither a key that is there nor a name from the environment tells
+a living rank from a dead one. Each rank says hello with a fresh nonce, and only a living rank 0 can answer that, with a fresh
+token. All keys that follow stand below the token, where no dead rank ever wrote.
+
+===========================  ===========================================================================================
+``hellos``                   how many said hello, over all attempts; each hello has a number
+``answered``                 the number up to which an earlier rank 0 has answered
+``latest``                   the token of the latest attempt, whose keys the next one deletes
+``hello/<n>``                who says hello
+``answer/<nonce>``           the token, or why the rank can not take part
+``<token>/confirmed``        how many have got their answer
+``<token>/confirmed/<rank>`` that this rank has
+``<token>/refused``          that a rank has got a refusal, and which: it lives, so the ranks really do not fit together
+``<token>/go``               empty if all have confirmed, else why this attempt comes to nothing
+===========================  ===========================================================================================
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from lightning_pgroup.errors import RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.key_waiter import KeyWaiter
+from lightning_pgroup.rounds import describe
+from lightning_pgroup.store import delete_below
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """What a rank says of itself on first contact.
+
+    Attributes:
+        rank: Its rank.
+        size: The number of ranks that it was told.
+        version: Version of this package.
+        attempt: How often its launcher has restarted the ranks, if it counts that.
+        nonce: A name that nobody had before.
+        host: Its host.
+        pid: Its process.
+    """
+
+    rank: int
+    size: int
+    version: str
+    attempt: int | None
+    nonce: str
+    host: str
+    pid: int
+
+    @classmethod
+    def of(cls, rank: int, size: int, version: str, attempt: int | None) -> "Hello":
+        """The hello of this process."""
+        host, pid = socket.gethostname(), os.getpid()
+        return cls(rank=rank, size=size, version=version, attempt=attempt, nonce=uuid.uuid4().hex, host=host, pid=pid)
+
+    def describe(self) -> str:
+        """Who it is, for messages."""
+        return f"rank {self.rank} (pid {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contact:
+    """What the ranks have agreed on.
+
+    Attributes:
+        token: The name of this attempt, below which all its keys stand.
+        attempt: Its number as rank 0 counts it; ``None`` if its launcher does not count.
+    """
+
+    token: str
+    attempt: int | None
+
+
+def meet(store: Store, hello: Hello, timeout: timedelta, where: str) -> Contact:
+    """Find the other ranks. Collective; blocks at most ``timeout``, awake to signals.
+
+    Args:
+        store: The store, below a prefix that is the same on all ranks.
+        hello: From :meth:`Hello.of`.
+        timeout: How long to wait for the others.
+        where: Where they meet, for messages.
+
+    Raises:
+        RendezvousTimeoutError: Not all ranks came; the message names them.
+        RanksDisagreeError: A rank was told another number of ranks, or has another version of this package.
+        RendezvousAbandonedError: Another rank has given up.
+    """
+    return _Host(store, hello, timeout, where).meet() if hello.rank == 0 else _Guest(store, hello, timeout, where).meet()
+
+
+class _Guest:
+    """The first contact of every rank but 0."""
+
+    def __init__(self, store: Store, hello: Hello, timeout: timedelta, where: str) -> None:
+        self._store = store
+        self._hello = hello
+        self._timeout = timeout
+        self._where = where
+        self._start = time.monotonic()
+        self._waiter = KeyWaiter(store)
+
+    def meet(self) -> Contact:
+        hello = self._hello
+        number = self._store.add("hellos", 1)
+        self._store.set(f"hello/{number}", json.dumps(asdict(hello)))
+        answer = _load(self._wait(f"answer/{hello.nonce}"))
+        token = str(answer["token"])
+        if answer["refused"]:
+            self._store.set(f"{token}/refused", json.dumps(answer["refused"]))
+            raise RanksDisagreeError(f"Rank {hello.rank} of {hello.size} can not take part: {answer['refused']}")
+        self._store.set(f"{token}/confirmed/{hello.rank}", "1")
+        self._store.add(f"{token}/confirmed", 1)
+        why = json.loads(self._wait(f"{token}/go"))
+        if why:
+            raise RendezvousAbandonedError(
+                f"Rank {hello.rank} of {hello.size} gives up the first contact at {self._where}: {why}"
+            )
+        return Contact(token=token, attempt=answer["attempt"])
+
+    def _wait(self, key: str) -> bytes:
+        left = max(0.0, self._timeout.total_seconds() - (time.monotonic() - self._start))
+        self._waiter.watch(
+            [key],
+            timedelta(seconds=left),
+            check=lambda: None,
+            late=lambda waited: self._late(),
+            last_words=lambda error: b"",
+        )
+        return self._store.get(key)
+
+    def _late(self) -> RendezvousTimeoutError:
+        return RendezvousTimeoutError(
+            f"Rank {self._hello.rank} of {self._hello.size} waited {time.monotonic() - self._start:.1f} s of"
+            f" {self._timeout.total_seconds():.1f} s at {self._where} for rank 0, which did not answer. Look for its own error,"
+            " and whether it was given the same address."
+        )
+
+
+class _Host:
+    """The first contact of rank 0, which answers the others."""
+
+    def __init__(self, store: Store, hello: Hello, timeout: timedelta, where: str) -> None:
+        self._store = store
+        self._hello = hello
+        self._timeout = timeout
+        self._where = where
+        self._token = uuid.uuid4().hex
+        self._next = 1 + (int(store.get("answered")) if store.check(["answered"]) else 0)
+        self._open: set[int] = set()
+        self._keys: list[str] = []
+        self._seen: dict[int, Hello] = {}
+        self._refused = ""
+
+    def meet(self) -> Contact:
+        try:
+            self._answer_until_all_have_confirmed()
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
+                self._go(describe(error))
+            raise
+        self._go("")
+        self._clean_up()
+        return Contact(token=self._token, attempt=self._hello.attempt)
+
+    def _answer_until_all_have_confirmed(self) -> None:
+        start = time.monotonic()
+        pause = threading.Event()
+        while self._store.add(f"{self._token}/confirmed", 0) < self._hello.size - 1:
+            self._answer_new_hellos()
+            if self._refused and self._store.check([f"{self._token}/refused"]):
+                why = json.loads(self._store.get(f"{self._token}/refused"))
+                raise RanksDisagreeError(f"Rank 0 of {self._hello.size} can not start: {why}")
+            if time.monotonic() - start > self._timeout.total_seconds():
+                raise self._late(time.monotonic() - start)
+            pause.wait(_POLL)
+
+    def _answer_new_hellos(self) -> None:
+        count = self._store.add("hellos", 0)
+        self._open.update(range(self._next, count + 1))
+        self._next = max(self._next, count + 1)
+        for number in sorted(self._open):
+            key = f"hello/{number}"
+            if self._store.check([key]):  # or its rank has just drawn the number, or died with it
+                hello = Hello(**_load(self._store.get(key)))
+                refused = self._misfit(hello)
+                answer = {"token": self._token, "attempt": self._hello.attempt, "refused": refused}
+                self._store.set(f"answer/{hello.nonce}", json.dumps(answer))
+                self._seen[hello.rank] = hello
+                self._refused = self._refused or refused
+                self._keys += [key, f"answer/{hello.nonce}"]
+                self._open.discard(number)
+
+    def _misfit(self, hello: Hello) -> str:
+        mine = self._hello
+        if hello.size != mine.size or not 0 < hello.rank < mine.size:
+            return (
+                f"{hello.describe()} was told that there are {hello.size} ranks, {mine.describe()} that there are {mine.size}."
+                " Start all ranks with the same number of nodes and devices."
+            )
+        if hello.version != mine.version:
+            return (
+                f"{hello.describe()} has lightning-pgroup {hello.version}, {mine.describe()} has {mine.version}. Install the"
+                " same version everywhere."
+            )
+        return ""
+
+    def _late(self, waited: float) -> RendezvousTimeoutError:
+        missing = [
+            f"{self._seen[rank].describe()} said hello but did not go on" if rank in self._seen else f"rank {rank} (never seen)"
+            for rank in range(1, self._hello.size)
+            if not self._store.check([f"{self._token}/confirmed/{rank}"])
+        ]
+        return RendezvousTimeoutError(
+            f"Rank 0 of {self._hello.size} waited {waited:.1f} s of {self._timeout.total_seconds():.1f} s at {self._where} for"
+            f" the other ranks, but {len(missing)} did not come: {'; '.join(missing)}. {self._refused}"
+        )
+
+    def _go(self, why: str) -> None:
+        self._store.set(f"{self._token}/go", json.dumps(why))
+
+    def _clean_up(self) -> None:
+        """Delete what nobody will read again: the hellos and their answers, and all keys of the attempt before this one."""
+        store = self._store
+        store.set("answered", str(self._next - 1))
+        before = store.get("latest").decode() if store.check(["latest"]) else ""
+        store.set("latest", self._token)
+        for key in self._keys:
+            store.delete_key(key)
+        if before:
+            logger.info("the store at %s was used before, by an attempt that has ended; its keys are deleted", self._where)
+            delete_below(store, before)
+
+
+def _load(value: bytes) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(value)
+    return loaded

@@ -1,0 +1,101 @@
+"""What a rank tells the others of its stages: that one has failed, and how one has ended. Never waits for them."""
+
+import contextlib
+from datetime import timedelta
+
+from lightning_pgroup import failure, records
+from lightning_pgroup.bounded import run_bounded
+from lightning_pgroup.claim import Stage
+from lightning_pgroup.custody import Custody
+from lightning_pgroup.failure import FailureRecord
+from lightning_pgroup.membership import Membership
+from lightning_pgroup.policy import Ownership
+from lightning_pgroup.rounds import describe
+from lightning_pgroup.team import Team
+
+TELL_TIMEOUT = timedelta(seconds=0.5)
+"""How long a rank that fails tries to record that, before it cuts its connections."""
+
+WORD_TIMEOUT = timedelta(seconds=1)
+"""How long a rank that fails tries to tell the others."""
+
+
+class Notices:
+    """Tells the other ranks.
+
+    Args:
+        custody: Where the group is kept.
+        membership: How to reach them.
+
+    Attributes:
+        team: The team of the last agreement, if any.
+    """
+
+    def __init__(self, custody: Custody, membership: Membership) -> None:
+        self._custody = custody
+        self._membership = membership
+        self.team: Team | None = None
+
+    def tell_failure(self, stage: Stage, error: BaseException, hook: str) -> None:
+        """Record the failure of a stage for all ranks, and note on ``error`` which one was the first.
+
+        Local, waits at most :data:`TELL_TIMEOUT`; never raises. To be called before the connections are cut, so that those who
+        wake up find the record.
+        """
+        group, team = self._custody.current, self.team
+        if not stage.failure and group is not None and team is not None and stage.acquired:
+            self.tell(stage, error, hook, team, group.generation)
+        elif stage.failure and stage.failure not in getattr(error, "__notes__", ()):
+            error.add_note(stage.failure)
+
+    def tell(self, stage: Stage, error: BaseException, hook: str, team: Team, generation: int) -> None:
+        """Record the failure of a stage in, or before, the creation of a generation; see :meth:`tell_failure`."""
+        record = FailureRecord.of(error, generation=generation, rank=team.rank, stage=stage.name, hook=hook)
+        stage.failure = self._first_failure(team, record).describe()
+        error.add_note(stage.failure)
+        records.logger.warning(
+            "%s %s failed here with %s. %s",
+            records.prefix(team.run, team.attempt, team.rank, team.size, generation),
+            stage.name,
+            record.kind,
+            stage.failure,
+        )
+
+    def _first_failure(self, team: Team, record: FailureRecord) -> FailureRecord:
+        first = [record]
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):  # the host of the store may be the rank that has died
+                first[0] = failure.publish(team.store, record)
+
+        run_bounded(tell, TELL_TIMEOUT, "failure")
+        return first[0]
+
+    def leave_word(self, stage: Stage, error: BaseException | None) -> None:
+        """Tell ranks that wait for this one how its stage ended. Local, waits at most :data:`WORD_TIMEOUT`; never raises.
+
+        A rank whose stage has failed before its rendezvous stays away from that for good.
+        """
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):  # the host of the store may be gone
+                if error is not None and not stage.met:
+                    self._stay_away(stage, f"it has failed before: {describe(error)}")
+                if self.team is not None:
+                    self.team.rounds.note(f"{'raised in' if error else 'finished'} {stage.name}")
+
+        if error is None:
+            tell()
+        else:
+            run_bounded(tell, WORD_TIMEOUT, "word")  # or stopped
+
+    def _stay_away(self, stage: Stage, why: str) -> None:
+        stage.met = True
+        place = stage.request().place
+        if place.size == 1:
+            return
+        if self._membership.is_known(place):
+            self.team = self._membership.team(place)
+            self.team.rounds.abandon(why)
+        elif self._custody.ownership() is not Ownership.FOREIGN:
+            self._membership.note_missed(place, why)

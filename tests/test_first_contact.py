@@ -1,0 +1,166 @@
+"""First contact in a store that is full of what dead attempts have left (F24, F26)."""
+
+import json
+import threading
+from dataclasses import asdict, replace
+from datetime import timedelta
+
+import pytest
+from torch.distributed import FileStore, HashStore, PrefixStore
+
+from lightning_pgroup.errors import PGroupError, RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.first_contact import Contact, Hello, meet
+from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, host_store, listen
+
+SHORT = timedelta(seconds=1)
+LONG = timedelta(seconds=20)
+
+
+def contact(stores, size, *, change=None, timeout=LONG, absent=()):
+    """Let some ranks meet, each on a thread of its own; returns the contact or the error of each."""
+    found = {}
+
+    def run(rank):
+        hello = Hello.of(rank, size, "1.0", 0)
+        hello = replace(hello, **(change or {}).get(rank, {}))
+        try:
+            found[rank] = meet(stores(), hello, timeout, "here")
+        except PGroupError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size) if rank not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return [found.get(rank) for rank in range(size)]
+
+
+@pytest.fixture(params=["hash", "tcp", "file"])
+def stores(request, tmp_path):
+    """A function that gives each rank its own store client."""
+    if request.param == "hash":
+        shared = HashStore()
+        yield lambda: shared
+    elif request.param == "file":
+        yield lambda: FileStore(str(tmp_path / "store"), -1)
+    else:
+        hosts = [host_store(listen(LOOPBACK), LONG)]
+        yield lambda: PrefixStore("run", connect_store(Endpoint(LOOPBACK, hosts[0].port), LONG))
+        hosts.clear()  # pytest holds the function, and would hold the store, until after the check for leaks
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_all_ranks_get_the_same_token_and_each_attempt_another(stores, size):
+    seen = set()
+    for _ in range(3):
+        found = contact(stores, size)
+        assert len({one.token for one in found}) == 1
+        seen.add(found[0].token)
+    assert len(seen) == 3
+
+
+def test_f24_what_dead_attempts_have_left_harms_nobody(stores):
+    """Hellos that nobody answered, answers that nobody read, and a rank that died between its number and its hello."""
+    store = stores()
+    for rank in (1, 2, 1):
+        number = store.add("hellos", 1)
+        store.set(f"hello/{number}", json.dumps(asdict(Hello.of(rank, 3, "0.9", 7))))
+    store.add("hellos", 1)
+    store.set("answer/of-old", json.dumps({"token": "old", "attempt": 0, "refused": ""}))
+    found = contact(stores, 2)
+    assert all(isinstance(one, Contact) for one in found), found
+    assert "old" not in {one.token for one in found}
+
+
+def test_the_keys_of_the_attempt_before_are_deleted():
+    store = HashStore()
+    first = contact(lambda: store, 2)[0].token
+    store.set(f"{first}/round/1/outcome", "x")
+    counts = []
+    for _ in range(4):
+        contact(lambda: store, 2)
+        counts.append(store.num_keys())
+    assert not store.check([f"{first}/round/1/outcome"])
+    assert len(set(counts)) == 1, "the store does not grow with the attempts"
+
+
+def test_f26_the_attempt_is_what_rank_0_counts(stores):
+    found = contact(stores, 2, change={0: {"attempt": 2}, 1: {"attempt": 1}})
+    assert [one.attempt for one in found] == [2, 2]
+
+
+def test_a_missing_rank_is_named(stores):
+    zero, one, two = contact(stores, 3, timeout=SHORT, absent={2})
+    assert isinstance(zero, RendezvousTimeoutError)
+    assert "Rank 0 of 3 waited 1.0 s of 1.0 s at here for the other ranks, but 1 did not come: rank 2 (never seen)" in str(zero)
+    assert isinstance(one, PGroupError)
+    assert "rank 2 (never seen)" in str(one) or "for rank 0, which did not answer" in str(one)
+    assert two is None
+
+
+def test_a_missing_rank_0_is_named(stores):
+    _, one = contact(stores, 2, timeout=SHORT, absent={0})
+    assert isinstance(one, RendezvousTimeoutError)
+    assert "Rank 1 of 2 waited 1.0 s of 1.0 s at here for rank 0, which did not answer" in str(one)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"size": 4}, "was told that there are 4 ranks"), ({"version": "2.0"}, "has lightning-pgroup 2.0")],
+    ids=["size", "version"],
+)
+def test_a_rank_that_does_not_fit_is_named_on_all(stores, change, word):
+    zero, one, two = contact(stores, 3, change={2: change})
+    for error in (zero, two):
+        assert isinstance(error, RanksDisagreeError)
+        assert "rank 2 (pid" in str(error)
+        assert word in str(error)
+    assert isinstance(one, RendezvousAbandonedError)
+    assert word in str(one)
+    assert all(isinstance(one, Contact) for one in contact(stores, 3)), "and the next contact is well"
+
+
+def test_a_rank_that_does_not_fit_and_is_dead_harms_nobody(stores):
+    store = stores()
+    number = store.add("hellos", 1)
+    store.set(f"hello/{number}", json.dumps(asdict(Hello.of(3, 4, "1.0", 0))))
+    assert all(isinstance(one, Contact) for one in contact(stores, 2))
+
+
+def test_rank_0_that_gives_up_frees_the_others():
+    """By an interrupt, or whatever else ends it while it waits for the last one."""
+
+    store = HashStore()
+    found = {}
+
+    def guest():
+        try:
+            meet(store, Hello.of(1, 3, "1.0", 0), LONG, "here")
+        except PGroupError as error:
+            found[1] = error
+
+    thread = threading.Thread(target=guest)
+    thread.start()
+
+    class Counting:
+        """The store as rank 0 sees it; asking for the second time how many have confirmed is what interrupts it."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def add(self, key, amount):
+            count = self.inner.add(key, amount)
+            if key.endswith("/confirmed") and count:
+                raise KeyboardInterrupt("now")
+            return count
+
+    with pytest.raises(KeyboardInterrupt):
+        meet(Counting(store), Hello.of(0, 3, "1.0", 0), LONG, "here")
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "KeyboardInterrupt: now" in str(found[1])
