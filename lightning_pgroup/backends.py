@@ -21,6 +21,10 @@ class BackendTransport:
     peers_notice = False
     waits_in_store = False
 
+    def blames_a_peer(self, error: BaseException) -> bool:
+        """Whether ``error`` says that another rank has gone, so that the cause is to be looked for there."""
+        return False
+
     def cut(self, addresses: Sequence[bytes]) -> None:
         """Cut all connections of this process's groups. Called on a failing rank, before ``abort()``; must not wait.
 
@@ -35,10 +39,16 @@ class GlooTransport(BackendTransport):
     peers_notice = True
     waits_in_store = True
 
+    def blames_a_peer(self, error: BaseException) -> bool:
+        """Whether it comes from gloo, whose own errors are all about connections."""
+        return isinstance(error, RuntimeError) and any(word in str(error) for word in _GLOO_ERRORS)
+
     def cut(self, addresses: Sequence[bytes]) -> None:
         """Shut down the sockets: the peers wake up within milliseconds."""
         shut_down_connections(addresses)
 
+
+_GLOO_ERRORS = ("gloo/transport/", "Gloo connectFullMesh", "monitoredBarrier")
 
 _transports: dict[str, BackendTransport] = {"gloo": GlooTransport()}
 _default = BackendTransport()
@@ -68,3 +78,8 @@ def peers_notice(backends: Iterable[str]) -> bool:
 def wait_in_store(backends: Iterable[str]) -> bool:
     """Whether all of these backends wait in the store, and there only, while a group is made."""
     return all(transport.waits_in_store for transport in transports(backends))
+
+
+def blames_a_peer(error: BaseException) -> bool:
+    """Whether any known backend would raise ``error`` because another rank has gone."""
+    return any(transport.blames_a_peer(error) for transport in _transports.values())

@@ -71,6 +71,11 @@ def all_groups() -> list[ProcessGroup]:
     return sorted(names, key=lambda group: names[group], reverse=True)
 
 
+def group_names() -> frozenset[str]:
+    """The names of all groups of this process."""
+    return frozenset(distributed_c10d._world.pg_names.values())
+
+
 def backends_in_use() -> frozenset[str]:
     """The backends of all groups of this process, as torch names them, possibly mixed."""
     return frozenset(str(config) for config in distributed_c10d._world.pg_backend_config.values())

@@ -88,11 +88,12 @@ class Contact:
     attempt: int | None
 
 
-def meet(store: Store, hello: Hello, timeout: timedelta, where: str) -> Contact:
+def meet(store: Store, waiter: KeyWaiter, hello: Hello, timeout: timedelta, where: str) -> Contact:
     """Find the other ranks. Collective; blocks at most ``timeout``, awake to signals.
 
     Args:
         store: The store, below a prefix that is the same on all ranks.
+        waiter: Waits for its keys.
         hello: From :meth:`Hello.of`.
         timeout: How long to wait for the others.
         where: Where they meet, for messages.
@@ -102,19 +103,21 @@ def meet(store: Store, hello: Hello, timeout: timedelta, where: str) -> Contact:
         RanksDisagreeError: A rank was told another number of ranks, or has another version of this package.
         RendezvousAbandonedError: Another rank has given up.
     """
-    return _Host(store, hello, timeout, where).meet() if hello.rank == 0 else _Guest(store, hello, timeout, where).meet()
+    if hello.rank == 0:
+        return _Host(store, hello, timeout, where).meet()
+    return _Guest(store, waiter, hello, timeout, where).meet()
 
 
 class _Guest:
     """The first contact of every rank but 0."""
 
-    def __init__(self, store: Store, hello: Hello, timeout: timedelta, where: str) -> None:
+    def __init__(self, store: Store, waiter: KeyWaiter, hello: Hello, timeout: timedelta, where: str) -> None:
         self._store = store
         self._hello = hello
         self._timeout = timeout
         self._where = where
         self._start = time.monotonic()
-        self._waiter = KeyWaiter(store)
+        self._waiter = waiter
 
     def meet(self) -> Contact:
         hello = self._hello

@@ -22,6 +22,7 @@ from lightning_pgroup.signature import GroupSignature
 from lightning_pgroup.watched_store import WatchedStore
 
 _READ_TIMEOUT = timedelta(seconds=0.5)
+_CALL_TIMEOUT = timedelta(seconds=0.5)
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +94,8 @@ class OwnedGroup:
     def abort(self, graveyard: Graveyard) -> None:
         """End it at once, in whatever state it is. Not collective; waits for no other rank."""
         backends, addresses = c10d.backends_in_use(), self._all_addresses()
+        if isinstance(self._store, WatchedStore):
+            self._store.take_leave(c10d.group_names(), _CALL_TIMEOUT)
         groups = self._take()
         transport.abort(groups, backends, addresses)
         graveyard.bury(groups, self._wrappers)
@@ -210,7 +213,10 @@ def discard_unfinished(backend: str, store: Store) -> None:
         backend: The backend of the group.
         store: The part of the store that belonged to its generation.
     """
-    transport.abort(c10d.take_all_groups(), [backend], store.addresses if isinstance(store, WatchedStore) else ())
+    watched = store if isinstance(store, WatchedStore) else None
+    if watched is not None:
+        watched.take_leave(c10d.group_names(), _CALL_TIMEOUT)
+    transport.abort(c10d.take_all_groups(), [backend], () if watched is None else watched.addresses)
 
 
 def _values(store: Store, keys: list[list[str]]) -> list[bytes]:

@@ -16,16 +16,47 @@ _POLL = 0.02
 _MARGIN = timedelta(seconds=2)
 
 
+class _Client:
+    """A second client of a store, opened on the first use."""
+
+    def __init__(self, store: Store) -> None:
+        self.store: Any = store
+        self._clone: Any = None
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if hasattr(self.store, "clone"):
+            if self._clone is None:
+                self._clone = self.store.clone()
+            self._clone.wait(keys, timeout)
+            return
+        pause = threading.Event()
+        while not self.store.check(keys):
+            pause.wait(_POLL)
+
+    def replace(self) -> None:
+        self._clone = None
+
+
 class KeyWaiter:
     """Waits for keys of a store without the lock of its client, so that other threads can go on using that (F21 of the design).
+
+    One per process and store: with a slow name server a new client costs seconds, since torch 2.13 asks for the name of each
+    address that it connects to, loopback too.
 
     Args:
         store: The store. Nothing is opened before the first wait.
     """
 
     def __init__(self, store: Store) -> None:
-        self._store: Any = store
-        self._client: Any = None
+        self._client = _Client(store)
+        self._prefix = ""
+
+    def below(self, prefix: str) -> "KeyWaiter":
+        """The same waiter, for keys below ``prefix``, as ``PrefixStore`` has them."""
+        other = KeyWaiter.__new__(KeyWaiter)
+        other._client = self._client
+        other._prefix = f"{self._prefix}{prefix}/"
+        return other
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         """Block this thread, deaf to signals, until all ``keys`` are there, at most ``timeout``.
@@ -34,18 +65,11 @@ class KeyWaiter:
             DistStoreError: They did not come in time.
             DistNetworkError: The store is gone.
         """
-        if hasattr(self._store, "clone"):
-            if self._client is None:
-                self._client = self._store.clone()
-            self._client.wait(list(keys), timeout)
-            return
-        pause = threading.Event()
-        while not self._store.check(list(keys)):
-            pause.wait(_POLL)
+        self._client.wait([self._prefix + key for key in keys], timeout)
 
     def replace(self) -> None:
         """Use a new client from now on, since a thread that nothing can stop still waits on the present one."""
-        self._client = None
+        self._client.replace()
 
     def watch(
         self,
@@ -63,11 +87,11 @@ class KeyWaiter:
             timeout: How long to wait at most.
             check: Called ten times a second; raises when waiting has become pointless.
             late: Makes the error for ``timeout``, from the seconds that were waited.
-            last_words: Makes the value that the missing keys get when this rank gives up, from its error: nobody else will set
-                them then, others may wait for them too, and the thread that waits here has to end.
+            last_words: Makes the value that the missing keys get when this rank gives up, from its error: the thread that waits
+                here has to end, and others may wait for them too. A key that has come meanwhile keeps its value.
 
         Raises:
-            Exception: What ``check`` raised, what ``late`` made, or what the store raised.
+            BaseException: What ``check`` or a signal raised, what ``late`` made, or what the store raised.
         """
         start = time.monotonic()
         arrived = threading.Event()
@@ -96,7 +120,7 @@ class KeyWaiter:
         except BaseException as error:
             with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
                 for key in keys:
-                    self._store.compare_set(key, b"", last_words(error))
+                    self._client.store.compare_set(self._prefix + key, b"", last_words(error))
             thread.join(_MARGIN.total_seconds())
             if thread.is_alive():
                 self.replace()

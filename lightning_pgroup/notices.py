@@ -1,9 +1,13 @@
 """What a rank tells the others of its stages: that one has failed, and how one has ended. Never waits for them."""
 
 import contextlib
+import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from lightning_pgroup import failure, records
+from lightning_pgroup.backends import blames_a_peer
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.claim import Stage
 from lightning_pgroup.custody import Custody
@@ -15,6 +19,11 @@ from lightning_pgroup.team import Team
 
 TELL_TIMEOUT = timedelta(seconds=0.5)
 """How long a rank that fails tries to record that, before it cuts its connections."""
+
+_COURTESY = timedelta(seconds=0.2)
+"""How long a rank that has lost a connection lets the other one tell why, before it calls its own failure the first."""
+
+_POLL = 0.005
 
 WORD_TIMEOUT = timedelta(seconds=1)
 """How long a rank that fails tries to tell the others."""
@@ -51,7 +60,7 @@ class Notices:
     def tell(self, stage: Stage, error: BaseException, hook: str, team: Team, generation: int) -> None:
         """Record the failure of a stage in, or before, the creation of a generation; see :meth:`tell_failure`."""
         record = FailureRecord.of(error, generation=generation, rank=team.rank, stage=stage.name, hook=hook)
-        stage.failure = self._first_failure(team, record).describe()
+        stage.failure = self._first_failure(team, record, error).describe()
         error.add_note(stage.failure)
         records.logger.warning(
             "%s %s failed here with %s. %s",
@@ -61,11 +70,13 @@ class Notices:
             stage.failure,
         )
 
-    def _first_failure(self, team: Team, record: FailureRecord) -> FailureRecord:
+    def _first_failure(self, team: Team, record: FailureRecord, error: BaseException) -> FailureRecord:
         first = [record]
 
         def tell() -> None:
             with contextlib.suppress(Exception):  # the host of the store may be the rank that has died
+                if blames_a_peer(error):
+                    _wait_for(lambda: failure.read(team.store, record.generation) is not None)
                 first[0] = failure.publish(team.store, record)
 
         run_bounded(tell, TELL_TIMEOUT, "failure")
@@ -99,3 +110,9 @@ class Notices:
             self.team.rounds.abandon(why)
         elif self._custody.ownership() is not Ownership.FOREIGN:
             self._membership.note_missed(place, why)
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    pause, deadline = threading.Event(), time.monotonic() + _COURTESY.total_seconds()
+    while not condition() and time.monotonic() < deadline:
+        pause.wait(_POLL)

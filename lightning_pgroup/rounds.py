@@ -45,19 +45,20 @@ class Rounds:
         store: Where the ranks meet; already under a prefix of their own.
         rank: This process's rank.
         size: Number of ranks.
+        waiter: Waits for keys of ``store``; by default one of its own.
 
     Attributes:
         number: How many rounds this rank has come to or left.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, waiter: KeyWaiter | None = None) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self.number = 0
         self._outcome: dict[str, Any] | None = None
         self._passed: list[int] = []
-        self._waiter = KeyWaiter(store)
+        self._waiter = waiter or KeyWaiter(store)
         self._thread: threading.Thread | None = None
 
     def run(

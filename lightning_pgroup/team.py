@@ -19,6 +19,7 @@ from lightning_pgroup import failure
 from lightning_pgroup.__about__ import __version__
 from lightning_pgroup.errors import RendezvousAbandonedError
 from lightning_pgroup.first_contact import Contact, Hello, meet
+from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.rounds import Rounds
 from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, delete_below, launcher_store, rank_zero_hosts
 from lightning_pgroup.watched_store import WatchedStore
@@ -90,6 +91,7 @@ class Team:
         is_host: Whether the store dies with this process.
         check_peers: Raises when a peer is known to be gone for good; see :meth:`Rounds.run`.
         attempt: How often the launcher has restarted the ranks, if it counts that.
+        waiter: Waits for keys of ``store``; by default one of its own.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Team:
         is_host: bool,
         check_peers: Callable[[], None] = lambda: None,
         attempt: int | None = None,
+        waiter: KeyWaiter | None = None,
     ) -> None:
         self.run = run.partition("/")[0]
         self.attempt = attempt
@@ -110,7 +113,8 @@ class Team:
         self.size = size
         self.check_peers = check_peers
         self.store: Store = PrefixStore(_prefix(run), store)
-        self.rounds = Rounds(self.store, rank, size)
+        self._waiter = (waiter or KeyWaiter(store)).below(_prefix(run))
+        self.rounds = Rounds(self.store, rank, size, self._waiter)
 
     @classmethod
     def alone(cls) -> "Team":
@@ -139,7 +143,8 @@ class Team:
                     f" failed: {failed.kind}"
                 )
 
-        return WatchedStore(self.generation_store(generation), timeout, who, check)
+        waiter = self._waiter.below(f"{_GENERATIONS}/{generation}")
+        return WatchedStore(self.generation_store(generation), waiter, timeout, who, check)
 
     def announce(self, generation: int) -> None:
         """Note that the ranks have agreed on a generation. On one rank, before the others learn of it."""
@@ -192,13 +197,14 @@ def join_launched(init_method: str, rank: int, size: int, timeout: timedelta) ->
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_torchelastic_launched() else None
     store = launcher_store(init_method, rank, size, timeout)
+    waiter = KeyWaiter(store)
     contact = Contact(token=uuid.uuid4().hex, attempt=attempt)
     if size > 1:
         left = timedelta(seconds=max(1.0, timeout.total_seconds() - (time.monotonic() - start)))
         hello = Hello.of(rank, size, __version__, attempt)
-        contact = meet(PrefixStore(_prefix(run), store), hello, left, init_method)
+        contact = meet(PrefixStore(_prefix(run), store), waiter.below(_prefix(run)), hello, left, init_method)
     is_host = rank == 0 and rank_zero_hosts(init_method)
-    return Team(store, f"{run}/{contact.token}", rank, size, is_host=is_host, attempt=contact.attempt)
+    return Team(store, f"{run}/{contact.token}", rank, size, is_host=is_host, attempt=contact.attempt, waiter=waiter)
 
 
 def _prefix(run: str) -> str:

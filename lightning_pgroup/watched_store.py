@@ -5,56 +5,103 @@ failing rank could cut. Lightning makes a group with a timeout of 10,000 days ar
 that a rank which waits there for one that has failed would wait for ever. Here a wait looks at the record of failures too.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store
 
+from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.errors import RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.gloo_wire import RankAddress, call_and_hang_up, parse
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.rounds import describe
 
-_ABANDONED = b"lightning_pgroup abandoned: "
+_OBITUARY = b"lightning_pgroup abandoned: "
 
 
 class WatchedStore(Store):
     """A store for ``init_process_group`` and all groups that follow from it. Gloo asks it only while it makes a group.
 
+    Gloo collects the addresses of all ranks, and then connects in C++ code, deaf to everything. So an address is set once for
+    all, or else an obituary is, and a rank looks for failures once more when it has an address: whoever goes on to connect does
+    so before a failing rank has told its failure and takes leave (:meth:`take_leave`).
+
     Torch's C++ code calls the methods of this class. It does not keep this object alive: whoever has the group must.
 
     Args:
         inner: The part of the store that belongs to one generation.
+        waiter: Waits for its keys.
         timeout: Bound of a wait that is given none.
-        who: This rank and the generation, for messages.
+        who: This rank, for messages.
         check: Raises when waiting has become pointless. Called ten times a second by a rank that waits.
     """
 
-    def __init__(self, inner: Store, timeout: timedelta, who: str, check: Callable[[], None]) -> None:
+    def __init__(self, inner: Store, waiter: KeyWaiter, timeout: timedelta, who: str, check: Callable[[], None]) -> None:
         super().__init__()
         self.set_timeout(timeout)
         self._inner: Any = inner  # torch's stubs know only half of what a store can do
         self._timeout = timeout
         self._who = who
         self._check = check
-        self._waiter = KeyWaiter(inner)
+        self._waiter = waiter
         self._addresses: dict[str, bytes] = {}
+        self._own: list[str] = []
 
     @property
     def addresses(self) -> tuple[bytes, ...]:
         """What all groups of this generation on this rank, sub-groups of other code too, told and heard of addresses (F30)."""
         return tuple(self._addresses.values())
 
+    def take_leave(self, finished: Collection[str], timeout: timedelta) -> None:
+        """Free the ranks that wait for this one in a creation that it will not finish. Never raises.
+
+        To be called once its failure has been told.
+
+        Args:
+            finished: The names of the groups that this rank has.
+            timeout: How long to wait at most.
+        """
+
+        def leave() -> None:
+            with contextlib.suppress(Exception):  # the store may be what has failed
+                call_and_hang_up(self._calls(finished), timeout)
+
+        run_bounded(leave, timeout, "leave")
+
+    def _calls(self, finished: Collection[str]) -> Iterator[tuple[RankAddress, int]]:
+        """Whom to call, for each group that is not finished; whose address is missing there hears of it by an obituary."""
+        for key in self._own:
+            path, _, rank = key.rpartition("/")
+            own = parse(self._addresses[key])
+            if own is None or path.split("//")[-3] in finished:
+                continue
+            for other in range(len(own.pairs)):
+                peer = parse(self._inner.compare_set(f"{path}/{other}", b"", self._obituary("it has failed")))
+                if peer is not None and other != int(rank):
+                    yield peer, int(rank)
+
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
-        self._inner.set(key, value)
-        self._note(key, value.encode() if isinstance(value, str) else bytes(value))
+        """Set a key.
+
+        Raises:
+            RendezvousAbandonedError: Another rank has given up waiting for this address.
+        """
+        if not _is_address(key):
+            self._inner.set(key, value)
+            return
+        self._own.append(key)
+        self._addresses[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._living(self._inner.compare_set(key, b"", value))
 
     def get(self, key: str) -> bytes:
         """The value of a key; waits for it, at most the timeout of this store."""
-        if key not in self._addresses:
-            self.wait([key])
-        return self._addresses[key] if key in self._addresses else self._read(key)
+        if key in self._addresses:
+            return self._addresses[key]
+        self.wait([key])
+        value: bytes = self._addresses[key] if _is_address(key) else self._inner.get(key)
+        return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there.
@@ -75,11 +122,11 @@ class WatchedStore(Store):
                 limit,
                 check=self._check,
                 late=lambda waited: self._late(missing, waited, limit),
-                last_words=lambda error: _ABANDONED + f"{self._who} gave up, {describe(error)}".encode(),
+                last_words=lambda error: self._obituary(describe(error)),
             )
-        for key in missing:
-            if _is_address(key):
-                self._note(key, self._read(key))
+        for key in filter(_is_address, missing):
+            self._addresses[key] = self._living(self._inner.get(key))
+            self._check()
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
@@ -139,17 +186,15 @@ class WatchedStore(Store):
             " `timeout` of the group."
         )
 
-    def _read(self, key: str) -> bytes:
-        value: bytes = self._inner.get(key)
-        if value.startswith(_ABANDONED):
-            raise RendezvousAbandonedError(
-                f"{self._who} can not go on creating a process group: {value.removeprefix(_ABANDONED).decode()}"
-            )
-        return value
+    def _obituary(self, why: str) -> bytes:
+        return _OBITUARY + f"{self._who} gave up, {why}".encode()
 
-    def _note(self, key: str, value: bytes) -> None:
-        if _is_address(key):
-            self._addresses[key] = value
+    def _living(self, value: bytes) -> bytes:
+        """An address, unless it is an obituary."""
+        if value.startswith(_OBITUARY):
+            why = value.removeprefix(_OBITUARY).decode()
+            raise RendezvousAbandonedError(f"{self._who} can not go on creating a process group: {why}")
+        return value
 
 
 def _is_address(key: str) -> bool:

@@ -2,14 +2,18 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import sys
+import threading
 
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_pgroup import PGroupDDPStrategy
+from lightning_pgroup.gloo_wire import parse
+from lightning_pgroup.process_state import process_state
 from lightning_pgroup.rounds import Rounds
 from tests.faults import PATIENCE, Boom, attempt, fit, same, weights_of_a_fresh_process
 from tests.ranks import run_ranks
@@ -169,3 +173,58 @@ def test_an_interrupt_reaches_a_rank_that_waits_in_the_creation():
     assert "was on rank 0" in one["notes"][0]
     assert "KeyboardInterrupt" in one["notes"][0]
     assert abs(zero["at"] - one["at"]) < PATIENCE
+
+
+@pytest.mark.parametrize("name", ["init_process_group", "new_group"])
+def test_interrupts_at_any_moment_of_a_creation(name):
+    """Forty of them, on one rank of three each, within the few milliseconds that gloo needs to collect and to connect."""
+
+    def job(rank):
+        chance, found = random.Random(name), []
+        real = getattr(dist, name)
+        for _ in range(40):
+            who, delay = chance.randrange(3), chance.uniform(0, 0.006)
+
+            def hit(*args, who=who, delay=delay, **kwargs):
+                if rank == who:
+                    threading.Timer(delay, os.kill, [os.getpid(), signal.SIGINT]).start()
+                return real(*args, **kwargs)
+
+            setattr(dist, name, hit)
+            ended = attempt(PGroupDDPStrategy(destroy="on_teardown"), devices=3)
+            setattr(dist, name, real)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning leaves it ignored
+            found.append((who, ended))
+        return found, len(fit(PGroupDDPStrategy(), devices=3))
+
+    results = run_ranks(job, size=3, deadline=60)
+    for row in zip(*(found for found, _ in results), strict=True):
+        who = row[0][0]
+        ends = [ended for _, ended in row]
+        assert ends[who]["kind"] == "SystemExit", "which is what Lightning makes of KeyboardInterrupt"
+        assert max(end["at"] for end in ends) - min(end["at"] for end in ends) < PATIENCE
+        assert all("KeyboardInterrupt" in end["notes"][0] for rank, end in enumerate(ends) if rank != who)
+
+
+def test_what_gloo_says_of_a_rank_has_the_form_that_we_read():
+    def job(rank):
+        seen = []
+
+        class Look(Callback):
+            def on_train_start(self, *args):
+                seen.extend(process_state().lifecycle._custody.current._store.addresses)
+
+        fit(PGroupDDPStrategy(), callbacks=[Look()])
+        return [parse(value) for value in seen]
+
+    for found in run_ranks(job):
+        assert len(found) == 4, "two ranks, in the default group and in Lightning's own"
+        for one in found:
+            assert one.host == "127.0.0.1"
+            assert one.port > 0
+            assert len(set(one.pairs)) == 2
+
+
+@pytest.mark.parametrize("garbage", [b"", b"x", bytes(8), b"\xff" * 200, bytes(7) + b"\x01" + bytes(200)])
+def test_another_form_is_left_alone(garbage):
+    assert parse(garbage) is None

@@ -10,6 +10,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore
 
 from lightning_pgroup.errors import PGroupError, RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
 from lightning_pgroup.first_contact import Contact, Hello, meet
+from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, host_store, listen
 
 SHORT = timedelta(seconds=1)
@@ -24,7 +25,8 @@ def contact(stores, size, *, change=None, timeout=LONG, absent=()):
         hello = Hello.of(rank, size, "1.0", 0)
         hello = replace(hello, **(change or {}).get(rank, {}))
         try:
-            found[rank] = meet(stores(), hello, timeout, "here")
+            store = stores()
+            found[rank] = meet(store, KeyWaiter(store), hello, timeout, "here")
         except PGroupError as error:
             found[rank] = error
 
@@ -137,7 +139,7 @@ def test_rank_0_that_gives_up_frees_the_others():
 
     def guest():
         try:
-            meet(store, Hello.of(1, 3, "1.0", 0), LONG, "here")
+            meet(store, KeyWaiter(store), Hello.of(1, 3, "1.0", 0), LONG, "here")
         except PGroupError as error:
             found[1] = error
 
@@ -160,7 +162,7 @@ def test_rank_0_that_gives_up_frees_the_others():
             return count
 
     with pytest.raises(KeyboardInterrupt):
-        meet(Counting(store), Hello.of(0, 3, "1.0", 0), LONG, "here")
+        meet(Counting(store), KeyWaiter(store), Hello.of(0, 3, "1.0", 0), LONG, "here")
     thread.join(10)
     assert not thread.is_alive()
     assert "KeyboardInterrupt: now" in str(found[1])
