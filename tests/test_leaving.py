@@ -5,6 +5,7 @@ import re
 import signal
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -187,7 +188,7 @@ def test_a_signal_ends_the_run_on_every_rank_within_a_step(number, hit, launcher
     printed = "\n".join([done.out, *(stderr_of(tmp_path, rank) for rank in (0, 1)), done.err])
     assert done.code == 0, printed
     for rank in (0,) if killed else (0, 1):
-        _, at, kind, steps, *note = done.said(rank)[0].split(" ", 4)
+        _, at, kind, steps, *note = done.said(rank)[1].split(" ", 4)
         was_hit = rank in hit or handed_on
         own = "SIGTERMException" if number == signal.SIGTERM else "SystemExit"
         assert kind == (own if was_hit else "RuntimeError"), printed
@@ -195,9 +196,93 @@ def test_a_signal_ends_the_run_on_every_rank_within_a_step(number, hit, launcher
         assert int(steps) in (2, 3), printed
         assert ("SIGTERM was received" if number == signal.SIGTERM else "KeyboardInterrupt") in note[0]
         assert any(f"was on rank {one} (pid {pids[one]} " in note[0] for one in hit)
-        assert done.said(rank)[1:] == ([] if killed else ["trained 8"]), printed
+        assert done.said(rank)[2:] == ([] if killed else ["trained 8"]), printed
     files = list(tmp_path.glob("one/*.ckpt")) + list(tmp_path.glob("other/*.ckpt"))
     assert len(files) == 2, printed
     for file in files:
         assert torch.load(file, weights_only=False)["global_step"] in (2, 3)
         TinyModel.load_from_checkpoint(file)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raise ValueError('only here')", 1), ("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("sys.exit(0)", 0)],
+    ids=["raises", "os._exit", "killed", "fine"],
+)
+def test_the_run_does_not_end_well_when_a_rank_has_failed(end, code, tmp_path):
+    done = run(
+        f"""
+        import atexit
+        atexit.register(say, "an exit handler")
+        make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(TinyModel(), datamodule=TinyData())
+        if os.environ["LOCAL_RANK"] == "1":
+            {end}
+        """,
+        tmp_path,
+        timeout=60,
+    )
+    assert done.code == code, done.err
+    assert done.said(0) == ["an exit handler"]
+
+
+def test_the_host_of_the_store_leaves_last(tmp_path):
+    done = run(
+        """
+        import threading
+        from lightning_pgroup.process_state import process_state
+        make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(TinyModel(), datamodule=TinyData())
+        if os.environ["LOCAL_RANK"] == "1":
+            threading.Event().wait(2)  # rank 0 has come to its end by now
+            (team,) = process_state().membership._teams.values()
+            team.store.set("late", "1")
+            say("the store answers", team.store.get("late"))
+        """,
+        tmp_path,
+        timeout=60,
+    )
+    assert done.code == 0, done.err
+    assert done.said() == ["1 the store answers b'1'"]
+
+
+def test_the_host_of_the_store_waits_five_seconds_at_most(tmp_path):
+    os.mkfifo(tmp_path / "leave")
+    script = start(
+        BEGIN
+        + """
+fit(destroy="on_teardown")
+say("end", os.getpid(), time.time())
+if rank == 1:
+    open("leave").read()
+""",
+        tmp_path,
+    )
+    (_, begin), (pid, _) = (words for _, words in sorted(listen(script, "end").items()))
+    late = psutil.Process(int(pid))
+    assert script.wait(30) == 0
+    assert 4 < time.time() - float(begin) < 5 + PATIENCE
+    (tmp_path / "leave").open("w").close()
+    late.wait(30)
+    finish(script)
+
+
+def test_a_rank_that_fails_does_not_kill_the_one_that_waits_for_it_at_exit(tmp_path):
+    """Lightning's thread would, which looks every 5 s for such ranks; here it looks a hundred times a second."""
+    os.mkfifo(tmp_path / "leave")
+    done = run(
+        BEGIN
+        + """
+import atexit, functools
+from lightning.fabric.strategies.launchers import subprocess_script as module
+from lightning_pgroup.process_state import process_state
+
+module._ChildProcessObserver = functools.partial(module._ChildProcessObserver, sleep_period=0.01)
+process_state()
+atexit.register(lambda: open("leave", "w").close() if rank == 0 else None)
+fit(destroy="on_teardown")
+if rank == 1:
+    open("leave").read()
+    fail(ValueError("only here"))
+""",
+        tmp_path,
+    )
+    assert done.code == 1, done.err
