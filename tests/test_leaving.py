@@ -163,7 +163,9 @@ trainer = make_trainer(strategy, callbacks=[Act(act), *savers], enable_checkpoin
 try:
     trainer.fit(TinyModel(), datamodule=TinyData(40000))
 except BaseException as error:
-    say("back", time.time(), type(error).__name__, trainer.global_step, *getattr(error, "__notes__", []))
+    at = time.time()
+    own = error if hasattr(error, "__notes__") else error.__context__  # Lightning turns Ctrl-C into SystemExit
+    say("back", at, type(error).__name__, trainer.global_step, *own.__notes__)
 if {again}:
     say("trained", fit().global_step)
 """
