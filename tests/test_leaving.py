@@ -293,3 +293,12 @@ if rank == 1:
         tmp_path,
     )
     assert done.code == 1, done.err
+
+
+def test_the_first_rank_keeps_an_exit_code_of_its_own(tmp_path):
+    done = run(
+        BEGIN + "fit(destroy='on_teardown'); fail(ValueError('the end')) if rank == 0 else sys.exit(7)\n",
+        tmp_path,
+        timeout=80,
+    )
+    assert done.code == 1, stderr_of(tmp_path, 0)
