@@ -3,8 +3,10 @@
 A Lightning release that moves one breaks this file and no other; ``tests/test_lightning_private.py`` says which name moved.
 """
 
+import threading
 import traceback
 
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver as ChildProcessObserver
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend_for_device
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.seed import reset_seed
@@ -18,11 +20,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only as lightning_ra
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 __all__ = [
+    "ChildProcessObserver",
     "MultiProcessingLauncher",
     "SIGTERMException",
     "SubprocessScriptLauncher",
     "TunerExitException",
     "default_backend_for_device",
+    "dismiss_process_observers",
     "failing_hook",
     "get_rank_zero_rank",
     "in_error_handling",
@@ -60,6 +64,13 @@ def in_error_handling() -> bool:
     """
     code = call_and_handle_interrupt.__code__
     return any(frame.f_code is code for frame, _ in traceback.walk_stack(None))
+
+
+def dismiss_process_observers() -> None:
+    """Let the threads that kill this process, with SIGKILL, when a rank that it has started has failed do so no more."""
+    for thread in threading.enumerate():
+        if isinstance(thread, ChildProcessObserver):
+            thread._child_processes = []
 
 
 _CALLERS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_lightning_datamodule_hook", "_call_strategy_hook")

@@ -1,6 +1,7 @@
 """Which ranks this process belongs to, and where they meet: its invitation, the store that it hosts, and its teams."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import threading
@@ -44,11 +45,18 @@ class Place:
 
 
 class Membership:
-    """The runs that this process is a rank of. One per process."""
+    """The runs that this process is a rank of. One per process.
+
+    Attributes:
+        invitation: The run that it belongs to, if one was started for it.
+        children: The ranks that it has started.
+        children_killed: Whether it has ended them itself, with SIGKILL.
+    """
 
     def __init__(self) -> None:
         self.invitation = Invitation.take_from_environment()
         self.children: Sequence[subprocess.Popen[bytes]] = ()
+        self.children_killed = False
         self._hosted: TCPStore | None = None
         self._endpoint: Endpoint | None = None
         self._alone = Team.alone()
@@ -185,13 +193,15 @@ class Membership:
         """Wait, at most ``timeout``, for the ranks that this process has started to end.
 
         Returns:
-            The exit code of the first that failed, as a shell shows it (128 and the signal if one killed it); 0 if none did.
+            The exit code of the first that failed, as a shell shows it (128 and the signal if one killed it); 0 if none did,
+            or if they were killed by this process.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, deadline - time.monotonic()))
-        failed = [child.returncode for child in self.children if child.returncode]
+        ignored = (0, None, -signal.SIGKILL) if self.children_killed else (0, None)
+        failed = [child.returncode for child in self.children if child.returncode not in ignored]
         return (128 - failed[0] if failed[0] < 0 else failed[0]) if failed else 0
 
     def _is_invited(self, place: Place) -> bool:

@@ -5,6 +5,7 @@ Importing the package or building a strategy makes none of it.
 
 import atexit
 import os
+import sys
 import weakref
 from datetime import timedelta
 
@@ -77,9 +78,16 @@ def _at_exit() -> None:
         return
     _state.end()
     code = _state.membership.wait_for_children(LEAVE_TIMEOUT)
-    if code:
+    if code and not _ends_with_traceback():
         # The run has failed, so that the process that started it must not end as if all were well.
         _exit_code = _ExitCode(code)
+
+
+def _ends_with_traceback() -> bool:
+    """Whether this process ends by an exception that nobody has caught, and so with an exit code of its own that is not 0."""
+    trace = getattr(sys, "last_traceback", None)
+    # Also set where C code prints an exception and goes on, but not with the bottom of the stack in it.
+    return trace is not None and trace.tb_frame.f_back is None
 
 
 def _after_fork_in_child() -> None:

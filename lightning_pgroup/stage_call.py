@@ -37,7 +37,7 @@ class StageCall:
             hook = failing_hook(error)
             if stage.claim.terminated and not isinstance(error, SIGTERMException):
                 # The group was dropped when the signal arrived; what followed from that is not what ends this rank.
-                end = SIGTERMException("SIGTERM was received")
+                end = SIGTERMException()
                 lifecycle.leave(stage, end, hook=hook)
                 raise end from error
             lifecycle.leave(stage, error, tuner_exit=isinstance(error, TunerExitException), hook=hook)

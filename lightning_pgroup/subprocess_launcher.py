@@ -1,5 +1,6 @@
 """Ranks as further runs of the user's script (``start_method="popen"``), or as processes that somebody else started."""
 
+import atexit
 import os
 import signal
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from lightning_pgroup import environment
 from lightning_pgroup.errors import WorldSizeError
-from lightning_pgroup.lightning_private import SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_pgroup.lightning_private import SubprocessScriptLauncher, dismiss_process_observers, set_num_threads_if_needed
 from lightning_pgroup.process_state import process_state
 from lightning_pgroup.stage_call import StageCall, check_devices
 from lightning_pgroup.team import ENVIRONMENT_VARIABLE
@@ -92,6 +93,10 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         On SIGTERM the handler goes on to a broadcast, which hangs unless all ranks are in it (F28): the group is dropped first.
         """
         super().kill(signum)
+        if signum == signal.SIGKILL:
+            # Lightning ends the other ranks so after Ctrl-C; neither its thread nor we may take that for a failure of theirs.
+            dismiss_process_observers()
+            process_state().membership.children_killed = True
         if signum == signal.SIGTERM:
             process_state().lifecycle.terminate(self._strategy.claim())
 
@@ -114,5 +119,7 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         finally:
             os.environ.pop(ENVIRONMENT_VARIABLE, None)
         membership.children = tuple(self.procs)
+        # Once this process exits, another rank that fails hurts nobody, and must not take its exit code.
+        atexit.register(dismiss_process_observers)
         if invitation is not None:
             membership.join(invitation)

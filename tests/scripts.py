@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +67,30 @@ def start_command(command: list[str], folder: Path) -> subprocess.Popen:
     )
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+LAUNCHERS = {"python": None, "torchrun": TORCHRUN}
+
+
+def listen(process: subprocess.Popen, word: str, count: int = 2, timeout: float = 60) -> dict[str, list[str]]:
+    """Wait until ``count`` ranks have said a line that starts with ``word``; returns the rest of that line, by rank."""
+    until, found = time.monotonic() + timeout, {}
+    while len(found) < count:
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))
+        chunk = os.read(process.stdout.fileno(), 65536) if ready else b""
+        if not chunk:
+            _kill_session(process.pid)
+            raise AssertionError(f"{word!r} was not said by {count} ranks: {_heard(process)}\n{process.communicate()}")
+        process.heard = _heard(process) + chunk.decode()
+        for line in _heard(process).splitlines():
+            if line.startswith("SAY ") and line.split()[2:3] == [word]:
+                found[line.split()[1]] = line.split()[3:]
+    return found
+
+
+def _heard(process: subprocess.Popen) -> str:
+    return getattr(process, "heard", "")
+
+
 def finish(process: subprocess.Popen, timeout: float = 90) -> Run:
     """Wait for a script; its whole session is killed when it takes too long, or leaves a process behind."""
     try:
@@ -76,7 +102,7 @@ def finish(process: subprocess.Popen, timeout: float = 90) -> Run:
     left = _session(process.pid)
     _kill_session(process.pid)
     assert not left, f"the script has left processes: {left}\n{out}\n{err}"
-    return Run(process.returncode, out, err)
+    return Run(process.returncode, _heard(process) + out, err)
 
 
 def run(body: str, folder: Path, *, timeout: float = 90, **kwargs) -> Run:

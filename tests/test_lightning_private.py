@@ -1,6 +1,8 @@
 """Each private name of Lightning that we use, so that a release that moves one says which."""
 
 import inspect
+import threading
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
@@ -42,6 +44,20 @@ def test_attributes_that_we_read():
     for name in ("_process_group_backend", "_timeout", "_start_method", "_launcher"):
         assert hasattr(strategy, name), name
     assert "_call_children_scripts" in inspect.getsource(lightning_private.SubprocessScriptLauncher.launch)
+
+
+def test_the_thread_that_watches_child_processes_can_be_dismissed():
+    looked, failed, killed = threading.Event(), threading.Event(), []
+    child = SimpleNamespace(poll=lambda: (looked.set(), failed.wait(10)), returncode=1, pid=0)
+    observer = lightning_private.ChildProcessObserver(main_pid=0, child_processes=[child], sleep_period=0)
+    observer._terminate_all = lambda: killed.append(child)
+    observer.start()
+    assert looked.wait(10)
+    lightning_private.dismiss_process_observers()
+    failed.set()
+    observer.join(10)
+    assert not observer.is_alive()
+    assert killed == []
 
 
 def test_requested_devices():

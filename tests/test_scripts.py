@@ -5,9 +5,7 @@ import sys
 
 import pytest
 
-from tests.scripts import ROOT, finish, run, start, start_command
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+from tests.scripts import ROOT, TORCHRUN, finish, run, start, start_command
 
 TWO_SIZES = """
 steps = []
@@ -103,33 +101,6 @@ def test_four_jobs_at_the_same_moment(tmp_path):
         assert "in use" not in done.err
 
 
-QUIET_ENDS = {
-    "return": ("pass", 0),
-    "sys.exit(3)": ("sys.exit(3)", 3),
-    "exception": ("raise ValueError('the end')", 1),
-}
-
-
-@pytest.mark.parametrize("end", QUIET_ENDS, ids=str)
-def test_the_interpreter_exits_at_once_quietly_and_with_its_code(end, tmp_path):
-    statement, code = QUIET_ENDS[end]
-    done = run(
-        f"""
-        import atexit, time
-        strategy = PGroupDDPStrategy(destroy="at_exit")
-        make_trainer(strategy).fit(TinyModel(), datamodule=TinyData())
-        say("alive", dist.is_initialized())
-        {statement}
-        """,
-        tmp_path,
-        timeout=60,
-    )
-    assert done.code == code, done.err
-    assert done.said() == ["0 alive True", "1 alive True"]
-    for word in ("terminate called", "ProcessGroup", "recvValue", "Broken pipe", "Exception ignored"):
-        assert word not in done.err, done.err
-
-
 def test_a_rank_that_has_ended_is_noticed_by_the_one_that_needs_it(tmp_path):
     done = run(
         """
@@ -188,7 +159,7 @@ FAILS = """
 class Fault(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_rank == 1:
-            {fault}
+            raise ValueError('boom')
 
 strategy = PGroupDDPStrategy(timeout=40)
 try:
@@ -201,85 +172,12 @@ say("trained again")
 
 
 @pytest.mark.parametrize("launcher", [None, TORCHRUN], ids=["python", "torchrun"])
-@pytest.mark.parametrize(
-    ("fault", "own", "cause"),
-    [
-        ("raise ValueError('boom')", "ValueError", "ValueError: boom"),
-        ("import signal; os.kill(os.getpid(), signal.SIGTERM)", "SIGTERMException", "SystemExit: SIGTERM was received"),
-    ],
-    ids=["raise", "SIGTERM"],
-)
-def test_a_failing_rank_under_each_launcher(launcher, fault, own, cause, tmp_path):
-    done = run(FAILS.format(fault=fault), tmp_path, launcher=launcher, timeout=60)
+def test_a_failing_rank_under_each_launcher(launcher, tmp_path):
+    done = run(FAILS, tmp_path, launcher=launcher, timeout=60)
     assert done.code == 0, done.err
-    for rank, kind in ((0, "RuntimeError"), (1, own)):
+    for rank, kind in ((0, "RuntimeError"), (1, "ValueError")):
         first, second = done.said(rank)
         assert first.startswith(kind)
         assert "on rank 1 (pid" in first
-        assert cause in first
+        assert "ValueError: boom" in first
         assert second == "trained again"
-
-
-def test_the_host_of_the_store_leaves_last(tmp_path):
-    done = run(
-        """
-        import threading
-        from lightning_pgroup.process_state import process_state
-        make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(TinyModel(), datamodule=TinyData())
-        if os.environ["LOCAL_RANK"] == "1":
-            threading.Event().wait(2)  # rank 0 has come to its end by now
-            (team,) = process_state().membership._teams.values()
-            team.store.set("late", "1")
-            say("the store answers", team.store.get("late"))
-        """,
-        tmp_path,
-        timeout=60,
-    )
-    assert done.code == 0, done.err
-    assert done.said() == ["1 the store answers b'1'"]
-
-
-SWEEP_WITH_FAILURES = """
-import random
-from tests.faults import Boom, PLACES, attempt, fit, same
-
-fresh = fit(PGroupDDPStrategy(destroy="on_teardown"))
-rank, chance, right, ended = int(os.environ["LOCAL_RANK"]), random.Random(7), 0, []
-for number in range(18):
-    failing, (part, hook) = chance.randrange(2), chance.choice(PLACES)
-    failing = 0 if hook == "prepare_data" else failing
-    strategy = PGroupDDPStrategy(timeout=60)
-    if number % 3 == 2:
-        ended.append(attempt(strategy, faults=[(part, hook, Boom())] if rank == failing else [])["kind"])
-    else:
-        right += same(fresh, fit(strategy))
-say(right, len(ended))
-"""
-
-
-@pytest.mark.parametrize("launcher", [None, TORCHRUN], ids=["python", "torchrun"])
-def test_a_sweep_of_which_every_third_trainer_fails(launcher, tmp_path):
-    done = run(SWEEP_WITH_FAILURES, tmp_path, launcher=launcher, timeout=80)
-    assert done.code == 0, done.err
-    assert done.said() == ["0 12 6", "1 12 6"]
-
-
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [("raise ValueError('only here')", 1), ("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("sys.exit(0)", 0)],
-    ids=["raises", "os._exit", "killed", "fine"],
-)
-def test_the_run_does_not_end_well_when_a_rank_has_failed(end, code, tmp_path):
-    done = run(
-        f"""
-        import atexit
-        atexit.register(say, "an exit handler")
-        make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(TinyModel(), datamodule=TinyData())
-        if os.environ["LOCAL_RANK"] == "1":
-            {end}
-        """,
-        tmp_path,
-        timeout=60,
-    )
-    assert done.code == code, done.err
-    assert done.said(0) == ["an exit handler"]
