@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_pgroup import agreement, failure, records
-from lightning_pgroup.__about__ import __version__
 from lightning_pgroup.agreement import Decision, Report
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.claim import GroupRequest, Stage
@@ -193,7 +192,6 @@ class Acquisition:
             resized=resized,
             foreign=custody.ownership() is Ownership.FOREIGN,
             stage=stage.name,
-            version=__version__,
             wanted=request.signature.shared(),
         )
 

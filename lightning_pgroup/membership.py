@@ -33,6 +33,7 @@ class Place:
         size: Number of ranks.
         init_method: As given by the user, or ``None``.
         default_init_method: Where ranks that somebody else started meet; asked for only when it is needed.
+        starter: Who has started the ranks, for messages.
         timeout: How long to wait for the other ranks.
     """
 
@@ -40,6 +41,7 @@ class Place:
     size: int
     init_method: str | None
     default_init_method: Callable[[], str]
+    starter: str
     timeout: timedelta
 
 
@@ -148,6 +150,7 @@ class Membership:
                     self.check_size(place.size)
                 init_method = place.init_method or place.default_init_method()
                 self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout)
+            self._teams[key].rounds.where = self.describe(place)
             for why in self._missed.pop(key, ()):
                 self._teams[key].rounds.abandon(why)
         return self._teams[key]
@@ -162,7 +165,7 @@ class Membership:
             return place.init_method
         if self.invitation is not None and self._is_invited(place):
             return f"{self.invitation.host}:{self.invitation.port}"
-        return place.default_init_method()
+        return f"{place.default_init_method()}, the main address {place.starter}"
 
     def leave(self) -> None:
         """Tell the host that this rank leaves; as the host, wait for the others, at most :data:`LEAVE_TIMEOUT`.

@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_launched
+from torch.distributed import HashStore, PrefixStore, Store
 
 from lightning_pgroup import failure
+from lightning_pgroup.init_method import is_hosted_by_rank_0, launcher_store
+from lightning_pgroup.main_address import reach_at
 from lightning_pgroup.rounds import Rounds
-from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, delete_below, launcher_store
+from lightning_pgroup.store import LOOPBACK, Endpoint, delete_below
 
 ENVIRONMENT_VARIABLE = "LIGHTNING_PGROUP_INVITATION"
 
@@ -153,17 +155,27 @@ def join_invited(
         hosted: The store, if this very process hosts it.
         check_peers: See :class:`Team`.
     """
-    store = hosted or connect_store(Endpoint(invitation.host, invitation.port), timeout)
+    store = hosted or _reach_inviter(invitation, rank, timeout)
     return Team(store, invitation.run, rank, invitation.size, is_host=hosted is not None, check_peers=check_peers)
 
 
+def _reach_inviter(invitation: Invitation, rank: int, timeout: timedelta) -> Store:
+    # The store listened before this process was started, so that there is nothing to wait for if it does not.
+    hint = (
+        "Rank 0 of the run, which started this process, has ended. If nobody started this process as a rank, unset"
+        f" {ENVIRONMENT_VARIABLE}, LOCAL_RANK, NODE_RANK and WORLD_SIZE."
+    )
+    endpoint = Endpoint(invitation.host, invitation.port)
+    return reach_at(endpoint, rank, invitation.size, timeout, patience=timedelta(0), hint=hint)
+
+
 def join_launched(init_method: str, rank: int, size: int, timeout: timedelta) -> Team:
-    """Join a team whose processes somebody else started; see :func:`~lightning_pgroup.store.launcher_store`."""
+    """Join a team whose processes somebody else started; see :func:`~lightning_pgroup.init_method.launcher_store`."""
     # The store of torchrun's agent can outlive an attempt, so that the prefix names the attempt as well (F24 of the design).
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = launcher_store(init_method, rank, size, timeout)
-    is_host = rank == 0 and not is_torchelastic_launched() and not init_method.startswith("file://")
+    is_host = rank == 0 and is_hosted_by_rank_0(init_method)
     return Team(store, f"{run}/{attempt}", rank, size, is_host=is_host)
 
 
