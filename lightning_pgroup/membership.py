@@ -12,6 +12,8 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from lightning_pgroup.errors import WorldSizeError
+from lightning_pgroup.init_method import resolve
+from lightning_pgroup.rounds import describe
 from lightning_pgroup.store import LOOPBACK, Endpoint, host_store, listen
 from lightning_pgroup.team import Invitation, RunEnd, Team, join_invited, join_launched
 
@@ -141,22 +143,31 @@ class Membership:
             return self._alone
         key = self._key(place)
         if key not in self._teams:
-            if place.init_method is None and self._is_invited(place):
-                assert self.invitation is not None
-                hosted = self._hosted if self._is_own(self.invitation) else None
-                self._teams[key] = join_invited(self.invitation, place.rank, place.timeout, hosted, self.check_children)
-            else:
-                if place.init_method is None:
-                    self.check_size(place.size)
-                init_method = place.init_method or place.default_init_method()
-                self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout)
+            try:
+                self._teams[key] = self._join(place)
+            except Exception as error:
+                self.note_missed(place, f"it has not reached the store: {describe(error)}")
+                raise
             self._teams[key].rounds.where = self.describe(place)
             for why in self._missed.pop(key, ()):
                 self._teams[key].rounds.abandon(why)
         return self._teams[key]
 
+    def _join(self, place: Place) -> Team:
+        if place.init_method is None and self.invitation is not None and self._is_invited(place):
+            hosted = self._hosted if self._is_own(self.invitation) else None
+            return join_invited(self.invitation, place.rank, place.timeout, hosted, self.check_children)
+        if place.init_method is None:
+            self.check_size(place.size)
+        # By whatever words the address is given, the ranks that meet there have one team: a second would read its rounds.
+        init_method = resolve(place.init_method or place.default_init_method())
+        key = (init_method, place.rank, place.size)
+        if key not in self._teams:
+            self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout)
+        return self._teams[key]
+
     def note_missed(self, place: Place, why: str) -> None:
-        """A stage has failed before this rank's first contact with its team: it is told when they meet, to stay in step."""
+        """A stage has failed before or in this rank's first contact with its team: it is told when they meet, to stay in step."""
         self._missed.setdefault(self._key(place), []).append(why)
 
     def describe(self, place: Place) -> str:
@@ -174,7 +185,7 @@ class Membership:
         """
         deadline = time.monotonic() + LEAVE_TIMEOUT.total_seconds()
         pause = threading.Event()
-        for team in self._teams.values():
+        for team in set(self._teams.values()):
             with contextlib.suppress(Exception):  # the host may be gone already, and so may the others
                 if not team.is_host:
                     team.store.add("left", 1)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import MPIEnvironment
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
@@ -56,6 +57,9 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         except WorldSizeError:
             state.lifecycle.refuse(self._strategy.claim())
             raise
+        if isinstance(self.cluster_environment, MPIEnvironment):
+            # Its ranks find the address by a collective of their own: here all are, and later perhaps only some.
+            _ = self.cluster_environment.main_address, self.cluster_environment.main_port
         if self.num_processes * self.num_nodes == 1:
             return self._launch_alone(call, *args, **kwargs)
         if state.membership.children:

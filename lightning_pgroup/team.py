@@ -49,6 +49,7 @@ class Invitation:
         host: Where the store listens.
         port: Its port.
         highest: The highest generation that the inviting process knows of; those of the run follow it.
+        torchrun: The run of torchrun in which the inviting process is, if any.
     """
 
     run: str
@@ -56,11 +57,13 @@ class Invitation:
     host: str = LOOPBACK
     port: int
     highest: int
+    torchrun: str = ""
 
     @classmethod
     def to(cls, endpoint: Endpoint, size: int, highest: int) -> "Invitation":
         """Invite ``size`` ranks to a new run at the store that listens at ``endpoint``."""
-        return cls(run=uuid.uuid4().hex, size=size, host=endpoint.host, port=endpoint.port, highest=highest)
+        host, port = endpoint
+        return cls(run=uuid.uuid4().hex, size=size, host=host, port=port, highest=highest, torchrun=_torchrun())
 
     def to_environment(self) -> str:
         """The value for :data:`ENVIRONMENT_VARIABLE`."""
@@ -70,10 +73,14 @@ class Invitation:
     def take_from_environment(cls) -> "Invitation | None":
         """Read the invitation that this process was started with, and take it out of the environment.
 
-        A program that this rank may start itself must not take it for its own.
+        A program that this rank may start itself must not take it for its own. One that a shell has left over is ignored, as
+        far as that can be told: a rank has a local rank, and is in the same run of torchrun as its inviter, or in none.
         """
         text = os.environ.pop(ENVIRONMENT_VARIABLE, None)
-        return None if text is None else cls(**json.loads(text))
+        if text is None or "LOCAL_RANK" not in os.environ:
+            return None
+        invitation = cls(**json.loads(text))
+        return invitation if invitation.torchrun == _torchrun() else None
 
 
 class Team:
@@ -177,6 +184,10 @@ def join_launched(init_method: str, rank: int, size: int, timeout: timedelta) ->
     store = launcher_store(init_method, rank, size, timeout)
     is_host = rank == 0 and is_hosted_by_rank_0(init_method)
     return Team(store, f"{run}/{attempt}", rank, size, is_host=is_host)
+
+
+def _torchrun() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _prefix(run: str) -> str:
