@@ -26,6 +26,9 @@ TELL_TIMEOUT = timedelta(seconds=0.5)
 WORD_TIMEOUT = timedelta(seconds=1)
 """How long a rank that fails tries to tell the others."""
 
+CONTACT_TIMEOUT = timedelta(seconds=0.5)
+"""How long such a rank waits for the store, if it has not met the others before."""
+
 
 class Acquisition:
     """Gets groups for stages.
@@ -58,7 +61,7 @@ class Acquisition:
         report = self._report(stage, request)
         stage.met = True
         try:
-            self.team = team = self._membership.team(request.place)
+            self.team = team = self._first_contact(request)
             text = self._meet(team, report, request.place.timeout)
         except dist.DistError as error:
             raise StoreLostError(
@@ -67,6 +70,13 @@ class Acquisition:
                 f" the launcher, has ended or never started: look for its own error. Torch says: {error}"
             ) from error
         self._carry_out(Decision.from_json(text), team, stage, request, time.perf_counter() - clock)
+
+    def _first_contact(self, request: GroupRequest) -> Team:
+        try:
+            return self._membership.team(request.place)
+        except Exception as error:
+            self._membership.note_missed(request.place, f"it has not reached the store: {describe(error)}")
+            raise
 
     def tell_failure(self, stage: Stage, error: BaseException, hook: str) -> None:
         """Record the failure of a stage for all ranks, and note on ``error`` which one was the first.
@@ -125,11 +135,8 @@ class Acquisition:
         place = stage.request().place
         if place.size == 1:
             return
-        if self._membership.is_known(place):
-            self.team = self._membership.team(place)
-            self.team.rounds.abandon(why)
-        elif self._custody.ownership() is not Ownership.FOREIGN:
-            self._membership.note_missed(place, why)
+        if self._membership.is_known(place) or self._custody.ownership() is not Ownership.FOREIGN:
+            self.team = self._membership.stay_away(place, why, CONTACT_TIMEOUT) or self.team
 
     def share_running(self, stage: Stage, request: GroupRequest) -> None:
         """Let a stage use the group in which another one, around it, is running; that one can not lose it.

@@ -52,14 +52,15 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         """
         call = StageCall(self._strategy, function, trainer)
         state = process_state()
+        if isinstance(self.cluster_environment, MPIEnvironment):
+            # Its ranks find the address by a collective of their own, a new one for each Trainer: here all are, and later
+            # perhaps only some.
+            state.membership.keep_main_address(self._strategy.request().place)
         try:
             self._check(trainer)
         except WorldSizeError:
             state.lifecycle.refuse(self._strategy.claim())
             raise
-        if isinstance(self.cluster_environment, MPIEnvironment):
-            # Its ranks find the address by a collective of their own: here all are, and later perhaps only some.
-            _ = self.cluster_environment.main_address, self.cluster_environment.main_port
         if self.num_processes * self.num_nodes == 1:
             return self._launch_alone(call, *args, **kwargs)
         if state.membership.children:

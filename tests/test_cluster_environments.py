@@ -77,7 +77,7 @@ def stages(**kwargs):
     }
 
 
-WANT = [("created", 1), ("reused", 1), ("destroyed", 1), ("created", 2), ("destroyed", 2), ("created", 4)]
+WANT = [("created", 1), ("reused", 1), ("created", 2), ("created", 4)]
 
 
 def check(results, environment):
@@ -85,7 +85,7 @@ def check(results, environment):
         assert one["environment"] == environment
         assert (one["rank"], one["size"], one["sum"]) == (rank, 2, 1.0)
         assert "on rank 1" in one["failure"]
-        assert [event for event in one["events"] if event in WANT] == WANT
+        assert [event for event in one["events"] if event[0] in ("created", "reused")] == WANT
 
 
 def slurm(rank, port, job, nodes=1):
@@ -109,7 +109,13 @@ def by_hand(rank, port, job, nodes=1):
 
 
 def kubeflow(rank, port, job):
-    return {"KUBERNETES_PORT": "tcp://10.0.0.1:443", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank}
+    return {
+        "KUBERNETES_PORT": "tcp://10.0.0.1:443",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
+        "WORLD_SIZE": 2,
+        "RANK": rank,
+    }
 
 
 def torchrun(rank, port, job, agent=False):
@@ -274,7 +280,7 @@ def test_a_stage_that_fails_before_its_rendezvous_frees_ranks_of_mpi(failing):
     def job(rank):
         with mpi_of(rank, pipes):
             kinds = []
-            for path in ("missing" if rank == failing else None, None):
+            for path in ("best" if rank == failing else None, None):
                 trainer = make_trainer(PGroupDDPStrategy(rendezvous_timeout=20))
                 try:
                     trainer.validate(TinyModel(), datamodule=TinyData(), ckpt_path=path, verbose=False)
@@ -311,14 +317,14 @@ def test_ranks_of_a_real_mpi(tmp_path):
     assert done.said("-") == [] or sorted(done.said("-")) == sorted(f"{rank} 2 {one}" for rank in (0, 1) for one in want)
 
 
+SHELL = {"SLURM_NTASKS": 2, "SLURM_JOB_ID": 4711, "SLURM_NNODES": 1, "SLURM_NTASKS_PER_NODE": 2, "SLURM_NODELIST": HOST}
 LEFT_OVER = {
-    "salloc": {"SLURM_JOB_NAME": "interactive", "SLURM_NTASKS": 2, "SLURM_JOB_ID": 4711, "SLURM_NNODES": 1},
-    "srun --pty bash": {
-        **{"SLURM_JOB_NAME": "bash", "SLURM_NTASKS": 2, "SLURM_JOB_ID": 4711, "SLURM_PROCID": 0, "SLURM_LOCALID": 0},
-        **{"SLURM_NODEID": 0, "SLURM_NTASKS_PER_NODE": 2, "SLURM_NODELIST": HOST, "SLURM_STEP_ID": 0},
-    },
+    "salloc": {**SHELL, "SLURM_JOB_NAME": "interactive"},
+    "srun --pty bash": {**SHELL, "SLURM_JOB_NAME": "bash", "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0},
     "an earlier run": {
-        **{"RANK": 1, "WORLD_SIZE": 4, "NODE_RANK": 0, "MASTER_ADDR": LOOPBACK},
+        "RANK": 1,
+        "WORLD_SIZE": 4,
+        "MASTER_ADDR": LOOPBACK,
         ENVIRONMENT_VARIABLE: Invitation.to(Endpoint(LOOPBACK, 9), 4, 7).to_environment(),
     },
 }
