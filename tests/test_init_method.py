@@ -243,6 +243,24 @@ def test_a_rank_that_gave_up_before_the_host_came_stays_in_step():
         assert run_ranks(job, deadline=30) == [[("fit", "created", 1)]] * 2
 
 
+def test_a_host_that_fails_before_the_first_contact_and_ends_frees_the_others():
+    with free_port() as port:
+        address = f"tcp://{LOOPBACK}:{port}"
+
+        def job(rank):
+            if rank == 1:
+                return refused(RendezvousAbandonedError, address, timeout=30)
+            with pytest.raises(ValueError, match="best"):
+                make_trainer(PGroupDDPStrategy(init_method=address)).validate(
+                    TinyModel(), datamodule=TinyData(), ckpt_path="best", verbose=False
+                )
+            return None
+
+        _, (text, took) = run_ranks(job, deadline=40)
+    assert "rank 0 is not there for it, it has failed before" in text
+    assert took < 10
+
+
 def test_env_without_an_address():
     def job(rank):
         with variables(LOCAL_RANK=rank, MASTER_ADDR=LOOPBACK, MASTER_PORT=None):
