@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from lightning_pgroup import agreement, records
-from lightning_pgroup.__about__ import __version__
 from lightning_pgroup.agreement import Decision, Report
 from lightning_pgroup.backends import wait_in_store
 from lightning_pgroup.claim import GroupRequest, Stage
@@ -148,7 +147,6 @@ class Acquisition:
             resized=resized,
             foreign=custody.ownership() is Ownership.FOREIGN,
             stage=stage.name,
-            version=__version__,
             wanted=request.signature.shared(),
         )
 

@@ -32,7 +32,6 @@ class Report:
         resized: Whether the differences make a reuse impossible: the group has another size or order of ranks.
         foreign: Whether a group of other code is there instead.
         stage: What it is about to run.
-        version: Version of this package.
         wanted: The fields of the wanted signature that all ranks must share.
     """
 
@@ -45,7 +44,6 @@ class Report:
     resized: bool = False
     foreign: bool = False
     stage: str = ""
-    version: str = ""
     wanted: dict[str, Any] = field(default_factory=dict)
 
     def to_payload(self) -> dict[str, Any]:
@@ -138,9 +136,8 @@ def _disagreement(reports: Sequence[Report]) -> str:
     if len(foreign) > 1:
         holders = ((r.rank, "a group of other code" if r.foreign else "none of that kind") for r in reports)
         found.append(f"the default group ({_by_value(holders)})")
-    for name in ("stage", "version"):
-        if len({getattr(report, name) for report in reports}) > 1:
-            found.append(f"{name} ({_by_value((r.rank, repr(getattr(r, name))) for r in reports)})")
+    if len({report.stage for report in reports}) > 1:
+        found.append(f"stage ({_by_value((r.rank, repr(r.stage)) for r in reports)})")
     for name in reports[0].wanted:
         if len({json.dumps(report.wanted.get(name)) for report in reports}) > 1:
             found.append(f"{name} ({_by_value((r.rank, repr(r.wanted.get(name))) for r in reports)})")

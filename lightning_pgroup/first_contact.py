@@ -49,7 +49,6 @@ class Hello:
     Attributes:
         rank: Its rank.
         size: The number of ranks that it was told.
-        version: Version of this package.
         attempt: How often its launcher has restarted the ranks, if it counts that.
         nonce: A name that nobody had before.
         host: Its host.
@@ -58,17 +57,16 @@ class Hello:
 
     rank: int
     size: int
-    version: str
     attempt: int | None
     nonce: str
     host: str
     pid: int
 
     @classmethod
-    def of(cls, rank: int, size: int, version: str, attempt: int | None) -> "Hello":
+    def of(cls, rank: int, size: int, attempt: int | None) -> "Hello":
         """The hello of this process."""
         host, pid = socket.gethostname(), os.getpid()
-        return cls(rank=rank, size=size, version=version, attempt=attempt, nonce=uuid.uuid4().hex, host=host, pid=pid)
+        return cls(rank=rank, size=size, attempt=attempt, nonce=uuid.uuid4().hex, host=host, pid=pid)
 
     def describe(self) -> str:
         """Who it is, for messages."""
@@ -100,7 +98,7 @@ def meet(store: Store, waiter: KeyWaiter, hello: Hello, timeout: timedelta, wher
 
     Raises:
         RendezvousTimeoutError: Not all ranks came; the message names them.
-        RanksDisagreeError: A rank was told another number of ranks, or has another version of this package.
+        RanksDisagreeError: A rank was told another number of ranks.
         RendezvousAbandonedError: Another rank has given up.
     """
     if hello.rank == 0:
@@ -216,11 +214,6 @@ class _Host:
             return (
                 f"{hello.describe()} was told that there are {hello.size} ranks, {mine.describe()} that there are {mine.size}."
                 " Start all ranks with the same number of nodes and devices."
-            )
-        if hello.version != mine.version:
-            return (
-                f"{hello.describe()} has lightning-pgroup {hello.version}, {mine.describe()} has {mine.version}. Install the"
-                " same version everywhere."
             )
         return ""
 

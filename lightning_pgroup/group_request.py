@@ -1,13 +1,18 @@
 """Turns what a DDP strategy and its cluster environment know into the group that its stages ask for."""
 
+import os
 from datetime import timedelta
 
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_pgroup.claim import GroupRequest
 from lightning_pgroup.config import LifecycleConfig
+from lightning_pgroup.errors import StoreLostError
 from lightning_pgroup.membership import Place
 from lightning_pgroup.signature import GroupSignature, describe_options
+from lightning_pgroup.store import Endpoint
 
 LIGHTNING_TIMEOUT = timedelta(minutes=30)
 """How long to wait for ranks when neither a rendezvous timeout nor one of the group is given."""
@@ -28,9 +33,8 @@ def request_group(strategy: DDPStrategy, config: LifecycleConfig, backend: str, 
     rank, device = strategy.global_rank, strategy.root_device
 
     def default_init_method() -> str:
-        address = environment.main_address
-        host = f"[{address}]" if ":" in address else address
-        return f"tcp://{host}:{environment.main_port}"
+        check_main_address(environment, rank, size)
+        return f"tcp://{Endpoint(environment.main_address, environment.main_port)}"
 
     return GroupRequest(
         signature=GroupSignature(
@@ -47,8 +51,32 @@ def request_group(strategy: DDPStrategy, config: LifecycleConfig, backend: str, 
             size=size,
             init_method=config.init_method,
             default_init_method=default_init_method,
+            starter=describe_starter(environment),
             timeout=config.rendezvous_timeout or timeout or LIGHTNING_TIMEOUT,
         ),
         device_id=None if device.type == "cpu" else device,
         pg_options=config.pg_options,
     )
+
+
+def check_main_address(environment: ClusterEnvironment, rank: int, size: int) -> None:
+    """Refuse to let each rank choose a port of its own, as Lightning's default environment does without ``MASTER_PORT``.
+
+    Raises:
+        StoreLostError: On each rank, at once.
+    """
+    by_hand = isinstance(environment, LightningEnvironment) and environment.creates_processes_externally
+    if by_hand and "MASTER_PORT" not in os.environ:
+        raise StoreLostError(
+            f"Rank {rank} of {size} does not know where the ranks meet: LOCAL_RANK is set, so that somebody else than Lightning"
+            " has started the ranks, but MASTER_PORT is not. Set MASTER_ADDR and MASTER_PORT to the same on all ranks; or unset"
+            " LOCAL_RANK, if it was left over, and Lightning starts the ranks."
+        )
+
+
+def describe_starter(environment: ClusterEnvironment) -> str:
+    """Who has started the ranks, as far as Lightning knows, for messages."""
+    name = type(environment).__name__
+    if isinstance(environment, LightningEnvironment) and environment.creates_processes_externally:
+        return f"by {name}, since LOCAL_RANK is set: started by hand"
+    return f"by {name}"

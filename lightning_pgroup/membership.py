@@ -7,12 +7,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torch.distributed import TCPStore
 
 from lightning_pgroup.errors import WorldSizeError
+from lightning_pgroup.init_method import resolve
 from lightning_pgroup.store import LOOPBACK, Endpoint, host_store, listen
 from lightning_pgroup.team import Invitation, RunEnd, Team, join_invited, join_launched
 
@@ -34,6 +35,7 @@ class Place:
         size: Number of ranks.
         init_method: As given by the user, or ``None``.
         default_init_method: Where ranks that somebody else started meet; asked for only when it is needed.
+        starter: Who has started the ranks, for messages.
         timeout: How long to wait for the other ranks.
     """
 
@@ -41,6 +43,7 @@ class Place:
     size: int
     init_method: str | None
     default_init_method: Callable[[], str]
+    starter: str
     timeout: timedelta
 
 
@@ -59,6 +62,7 @@ class Membership:
         self.children_killed = False
         self._hosted: TCPStore | None = None
         self._endpoint: Endpoint | None = None
+        self._main_address: str | None = None
         self._alone = Team.alone()
         self._teams: dict[object, Team] = {}
         self._missed: dict[object, list[str]] = {}
@@ -87,6 +91,11 @@ class Membership:
             invitation: The run, or ``None`` for one whose ranks meet at the main address.
         """
         self.invitation = invitation
+
+    def keep_main_address(self, place: Place) -> None:
+        """Let the main address be what the first ``place`` says, whatever later ones do. A collective under MPI."""
+        if self._main_address is None:
+            self._main_address = place.default_init_method()
 
     def leave_records(self, text: str) -> None:
         """Leave the records of this worker, as JSON, for the process that has started it."""
@@ -147,21 +156,47 @@ class Membership:
             return self._alone
         key = self._key(place)
         if key not in self._teams:
-            if place.init_method is None and self._is_invited(place):
-                assert self.invitation is not None
-                hosted = self._hosted if self._is_own(self.invitation) else None
-                self._teams[key] = join_invited(self.invitation, place.rank, place.timeout, hosted, self.check_children)
-            else:
-                if place.init_method is None:
-                    self.check_size(place.size)
-                init_method = place.init_method or place.default_init_method()
-                self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout)
+            self._teams[key] = self._join(place)
+            self._teams[key].rounds.where = self.describe(place)
             for why in self._missed.pop(key, ()):
                 self._teams[key].rounds.abandon(why)
         return self._teams[key]
 
+    def _join(self, place: Place) -> Team:
+        if place.init_method is None and self.invitation is not None and self._is_invited(place):
+            hosted = self._hosted if self._is_own(self.invitation) else None
+            return join_invited(self.invitation, place.rank, place.timeout, hosted, self.check_children)
+        if place.init_method is None:
+            self.check_size(place.size)
+        # By whatever words the address is given, the ranks that meet there have one team: a second would read its rounds.
+        init_method = resolve(place.init_method or self._main_address or place.default_init_method())
+        key = (init_method, place.rank, place.size)
+        if key not in self._teams:
+            self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout)
+        return self._teams[key]
+
+    def stay_away(self, place: Place, why: str, timeout: timedelta) -> Team | None:
+        """A stage has failed before this rank's rendezvous: tell the others now, or else when they meet, to stay in step.
+
+        Args:
+            place: Where this rank stands.
+            why: In words.
+            timeout: How long to wait for the store, if this is the first contact. As its host this rank waits for nobody.
+
+        Returns:
+            The team, if it was reached.
+        """
+        try:
+            team = self.team(replace(place, timeout=min(timeout, place.timeout)))
+        except Exception:
+            self.note_missed(place, why)
+            return None
+        team.store.set_timeout(place.timeout)
+        team.rounds.abandon(why)
+        return team
+
     def note_missed(self, place: Place, why: str) -> None:
-        """A stage has failed before this rank's first contact with its team: it is told when they meet, to stay in step."""
+        """A stage ended before the first contact with its team: that is told when they meet, to stay in step."""
         self._missed.setdefault(self._key(place), []).append(why)
 
     def describe(self, place: Place) -> str:
@@ -170,7 +205,7 @@ class Membership:
             return place.init_method
         if self.invitation is not None and self._is_invited(place):
             return f"{self.invitation.host}:{self.invitation.port}"
-        return place.default_init_method()
+        return f"{self._main_address or place.default_init_method()}, the main address {place.starter}"
 
     def leave(self) -> None:
         """Tell the host that this rank leaves; as the host, wait for the others, at most :data:`LEAVE_TIMEOUT`.
@@ -179,7 +214,7 @@ class Membership:
         """
         deadline = time.monotonic() + LEAVE_TIMEOUT.total_seconds()
         pause = threading.Event()
-        for team in self._teams.values():
+        for team in set(self._teams.values()):
             with contextlib.suppress(Exception):  # the host may be gone already, and so may the others
                 if not team.is_host:
                     team.store.add("left", 1)

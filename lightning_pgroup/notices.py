@@ -20,6 +20,9 @@ from lightning_pgroup.team import Team
 TELL_TIMEOUT = timedelta(seconds=0.5)
 """How long a rank that fails tries to record that, before it cuts its connections."""
 
+CONTACT_TIMEOUT = timedelta(seconds=0.5)
+"""How long such a rank waits for the store, if it has not met the others before."""
+
 _COURTESY = timedelta(seconds=0.2)
 """How long a rank that has lost a connection lets the other one tell why, before it calls its own failure the first."""
 
@@ -105,11 +108,8 @@ class Notices:
         place = stage.request().place
         if place.size == 1:
             return
-        if self._membership.is_known(place):
-            self.team = self._membership.team(place)
-            self.team.rounds.abandon(why)
-        elif self._custody.ownership() is not Ownership.FOREIGN:
-            self._membership.note_missed(place, why)
+        if self._membership.is_known(place) or self._custody.ownership() is not Ownership.FOREIGN:
+            self.team = self._membership.stay_away(place, why, CONTACT_TIMEOUT) or self.team
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:

@@ -3,6 +3,7 @@
 Keys, all below the prefix of the run, with JSON or plain numbers as values:
 
 =========================  =============================================================================================
+``terms``                  what the first rank to come was told: the number of ranks, and the version of this package
 ``rank/<k>``               what rank ``k`` said last, and in which round; stays, so that a missing rank can be located
 ``round/<r>/arrived``      how many ranks came to round ``r``
 ``round/<r>/outcome``      the answer of round ``r``, or that it was abandoned and by whom; the first writer wins
@@ -11,12 +12,13 @@ Keys, all below the prefix of the run, with JSON or plain numbers as values:
 A rank does a fixed number of store operations in a round, whatever the number of ranks. A rank that gives up, or fails before
 it comes, writes that as the round's outcome. All others, also those that come later, then raise too, and the ranks meet again
 in the next round: a rank that has caught its error never gets into step with one that is a stage behind.
+
+On its first round a rank introduces itself (:mod:`lightning_pgroup.introduction`). One that was told another number of ranks,
+or has another version of this package, ends the round for all, with an error that names it.
 """
 
 import contextlib
 import json
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +28,8 @@ from typing import Any
 from torch.distributed import Store
 
 from lightning_pgroup.bounded import run_bounded
-from lightning_pgroup.errors import RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.errors import RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.introduction import Introduction
 from lightning_pgroup.key_waiter import KeyWaiter
 
 _LIVENESS_PERIOD = 0.5
@@ -49,9 +52,12 @@ class Rounds:
 
     Attributes:
         number: How many rounds this rank has come to or left.
+        where: Where the store is, for messages.
     """
 
     def __init__(self, store: Store, rank: int, size: int, waiter: KeyWaiter | None = None) -> None:
+        self.where = ""
+        self._introduction = Introduction(store, rank, size)
         self._store = store
         self._rank = rank
         self._size = size
@@ -83,6 +89,7 @@ class Rounds:
         Raises:
             RendezvousTimeoutError: Not all ranks came in time; the message names them.
             RendezvousAbandonedError: Another rank gave up this round, or failed before it came.
+            RanksDisagreeError: The ranks were not told the same, or another process is this rank.
         """
         start = time.monotonic()
         self._outcome = None
@@ -93,10 +100,14 @@ class Rounds:
         except BaseException as error:
             self.settle(describe(error))
             raise
-        if "abandoned" not in outcome:
+        if "answer" in outcome:
             self._passed = [number]
             return str(outcome["answer"])
         self._passed.append(number)
+        if "refused" in outcome:
+            raise RanksDisagreeError(
+                f"Rank {self._rank} of {self._size} can not start {said.get('stage', '')!r}{self._at()}: {outcome['refused']}."
+            )
         if outcome["abandoned"] == self._rank:
             raise self._missing(number, said, time.monotonic() - start, timeout, silent=outcome["silent"])
         raise RendezvousAbandonedError(
@@ -131,8 +142,8 @@ class Rounds:
         self._say({"stage": said}, left=True)
 
     def _say(self, said: dict[str, Any], *, left: bool = False) -> None:
-        where = {"round": self.number, "left": left, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        self._store.set(f"rank/{self._rank}", json.dumps({**where, "said": said}))
+        where = {"round": self.number, "left": left, "time": time.time()}
+        self._store.set(f"rank/{self._rank}", json.dumps({**self._introduction.me, **where, "said": said}))
 
     def _take_part(
         self,
@@ -149,8 +160,16 @@ class Rounds:
 
         def take_part() -> None:
             try:
+                stranger = self._introduction.check_rank()
+                if stranger:
+                    outcomes.append({"refused": stranger})  # the round is not this process's to end
+                    return
                 self._say(said)
-                if self._store.add(f"round/{number}/arrived", 1) == self._size:
+                difference = self._introduction.check_terms()
+                if difference:
+                    self._publish(key, {"refused": difference})
+                    outcomes.append({"refused": difference})
+                elif self._store.add(f"round/{number}/arrived", 1) == self._size:
                     outcomes.append(self._close(number, key, answer))
                 else:
                     self._wait(key, deadline)
@@ -196,7 +215,7 @@ class Rounds:
             outcome = _load(self._store.get(key))  # whoever has moved on has given up this round before
         else:
             outcome = self._publish(key, {"answer": answer([one["said"] for one in spoken])})
-        if "abandoned" not in outcome:
+        if "answer" in outcome:
             self._delete_passed()
         return outcome
 
@@ -213,12 +232,15 @@ class Rounds:
         """Wait for ``key``, a little beyond ``deadline``: this rank gives up first, and then sets the key itself."""
         self._waiter.wait([key], timedelta(seconds=max(0.0, deadline - time.monotonic())) + _GRACE)
 
+    def _at(self) -> str:
+        return f" at {self.where}" if self.where else ""
+
     def _missing(
         self, number: int, said: dict[str, Any], waited: float, timeout: timedelta, *, silent: bool
     ) -> RendezvousTimeoutError:
         begin = (
             f"Rank {self._rank} of {self._size} waited {waited:.1f} s of {timeout.total_seconds():.1f} s for the other ranks"
-            f" to start {said.get('stage', '')!r}, but "
+            f" to start {said.get('stage', '')!r}{self._at()}, but "
         )
         if silent:
             return RendezvousTimeoutError(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import MPIEnvironment
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
@@ -52,6 +53,10 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         """
         call = StageCall(self._strategy, function, trainer)
         state = process_state()
+        if isinstance(self.cluster_environment, MPIEnvironment):
+            # Its ranks find the address by a collective of their own, a new one for each Trainer: here all are, and later
+            # perhaps only some.
+            state.membership.keep_main_address(self._strategy.request().place)
         try:
             self._check(trainer)
         except WorldSizeError:

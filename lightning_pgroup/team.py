@@ -13,15 +13,16 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_launched
+from torch.distributed import HashStore, PrefixStore, Store
 
 from lightning_pgroup import failure
-from lightning_pgroup.__about__ import __version__
 from lightning_pgroup.errors import RendezvousAbandonedError
 from lightning_pgroup.first_contact import Contact, Hello, meet
+from lightning_pgroup.init_method import is_hosted_by_rank_0, launcher_store
 from lightning_pgroup.key_waiter import KeyWaiter
+from lightning_pgroup.main_address import reach_at
 from lightning_pgroup.rounds import Rounds
-from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, delete_below, launcher_store, rank_zero_hosts
+from lightning_pgroup.store import LOOPBACK, Endpoint, delete_below
 from lightning_pgroup.watched_store import WatchedStore
 
 ENVIRONMENT_VARIABLE = "LIGHTNING_PGROUP_INVITATION"
@@ -53,6 +54,7 @@ class Invitation:
         host: Where the store listens.
         port: Its port.
         highest: The highest generation that the inviting process knows of; those of the run follow it.
+        torchrun: The run of torchrun in which the inviting process is, if any.
     """
 
     run: str
@@ -60,11 +62,13 @@ class Invitation:
     host: str = LOOPBACK
     port: int
     highest: int
+    torchrun: str = ""
 
     @classmethod
     def to(cls, endpoint: Endpoint, size: int, highest: int) -> "Invitation":
         """Invite ``size`` ranks to a new run at the store that listens at ``endpoint``."""
-        return cls(run=uuid.uuid4().hex, size=size, host=endpoint.host, port=endpoint.port, highest=highest)
+        host, port = endpoint
+        return cls(run=uuid.uuid4().hex, size=size, host=host, port=port, highest=highest, torchrun=_torchrun())
 
     def to_environment(self) -> str:
         """The value for :data:`ENVIRONMENT_VARIABLE`."""
@@ -74,10 +78,14 @@ class Invitation:
     def take_from_environment(cls) -> "Invitation | None":
         """Read the invitation that this process was started with, and take it out of the environment.
 
-        A program that this rank may start itself must not take it for its own.
+        A program that this rank may start itself must not take it for its own. One that a shell has left over is ignored, as
+        far as that can be told: a rank has a local rank, and is in the same run of torchrun as its inviter, or in none.
         """
         text = os.environ.pop(ENVIRONMENT_VARIABLE, None)
-        return None if text is None else cls(**json.loads(text))
+        if text is None or "LOCAL_RANK" not in os.environ:
+            return None
+        invitation = cls(**json.loads(text))
+        return invitation if invitation.torchrun == _torchrun() else None
 
 
 class Team:
@@ -187,24 +195,40 @@ def join_invited(
         hosted: The store, if this very process hosts it.
         check_peers: See :class:`Team`.
     """
-    store = hosted or connect_store(Endpoint(invitation.host, invitation.port), timeout)
+    store = hosted or _reach_inviter(invitation, rank, timeout)
     return Team(store, invitation.run, rank, invitation.size, is_host=hosted is not None, check_peers=check_peers)
 
 
+def _reach_inviter(invitation: Invitation, rank: int, timeout: timedelta) -> Store:
+    # The store listened before this process was started, so that there is nothing to wait for if it does not.
+    hint = (
+        "Rank 0 of the run, which started this process, has ended. If nobody started this process as a rank, unset"
+        f" {ENVIRONMENT_VARIABLE}, LOCAL_RANK, NODE_RANK and WORLD_SIZE."
+    )
+    endpoint = Endpoint(invitation.host, invitation.port)
+    return reach_at(endpoint, rank, invitation.size, timeout, patience=timedelta(0), hint=hint)
+
+
 def join_launched(init_method: str, rank: int, size: int, timeout: timedelta) -> Team:
-    """Join a team whose processes somebody else started; see :func:`~lightning_pgroup.store.launcher_store`."""
+    """Join a team whose processes somebody else started; see :func:`~lightning_pgroup.init_method.launcher_store`."""
     start = time.monotonic()
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_torchelastic_launched() else None
     store = launcher_store(init_method, rank, size, timeout)
     waiter = KeyWaiter(store)
-    contact = Contact(token=uuid.uuid4().hex, attempt=attempt)
-    if size > 1:
+    of_rank_0 = is_hosted_by_rank_0(init_method)
+    contact = Contact(token="", attempt=attempt)
+    if size > 1 and not of_rank_0:
+        # The store outlives its ranks, so that it may be full of what dead ones have left (F24 of the design).
         left = timedelta(seconds=max(1.0, timeout.total_seconds() - (time.monotonic() - start)))
-        hello = Hello.of(rank, size, __version__, attempt)
-        contact = meet(PrefixStore(_prefix(run), store), waiter.below(_prefix(run)), hello, left, init_method)
-    is_host = rank == 0 and rank_zero_hosts(init_method)
-    return Team(store, f"{run}/{contact.token}", rank, size, is_host=is_host, attempt=contact.attempt, waiter=waiter)
+        below = PrefixStore(_prefix(run), store)
+        contact = meet(below, waiter.below(_prefix(run)), Hello.of(rank, size, attempt), left, init_method)
+    name = f"{run}/{contact.token}"
+    return Team(store, name, rank, size, is_host=rank == 0 and of_rank_0, attempt=contact.attempt, waiter=waiter)
+
+
+def _torchrun() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def _prefix(run: str) -> str:

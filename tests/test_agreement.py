@@ -9,7 +9,7 @@ from lightning_pgroup.agreement import ADOPT, CREATE, REFUSE, REUSE, Decision, R
 
 def report(rank, generation=0, highest=None, **kwargs):
     wanted = {"backend": "gloo", "world_size": 3}
-    defaults = {"stage": "fit", "version": "1", "wanted": wanted}
+    defaults = {"stage": "fit", "wanted": wanted}
     highest = generation if highest is None else highest
     return Report(rank=rank, generation=generation, highest=highest, **{**defaults, **kwargs})
 
@@ -81,7 +81,6 @@ def test_foreign_group_on_some_ranks_is_refused():
     ("change", "named"),
     [
         ({"stage": "test"}, "stage (ranks 0, 2: 'fit'; rank 1: 'test')"),
-        ({"version": "2"}, "version (ranks 0, 2: '1'; rank 1: '2')"),
         ({"wanted": {"backend": "nccl", "world_size": 3}}, "backend (ranks 0, 2: 'gloo'; rank 1: 'nccl')"),
         ({"wanted": {"backend": "gloo", "world_size": 2}}, "world_size (ranks 0, 2: 3; rank 1: 2)"),
     ],

@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import random
+import re
 import threading
 import time
 
@@ -18,6 +19,7 @@ from lightning_pgroup import (
     RanksDisagreeError,
     RendezvousAbandonedError,
     RendezvousTimeoutError,
+    __version__,
 )
 from lightning_pgroup.process_state import process_state
 from tests.models import TinyData, TinyModel, make_trainer, whats
@@ -153,6 +155,43 @@ def test_ranks_that_ask_for_different_groups_are_told_at_once():
             make_trainer(PGroupDDPStrategy(timeout=100 + rank)).fit(TinyModel(), datamodule=TinyData())
 
     run_ranks(job, deadline=20)
+
+
+def test_ranks_with_different_backends_are_told_at_once():
+    def job(rank):
+        for _ in range(2):
+            with pytest.raises(RanksDisagreeError, match="backend \\(rank 0: 'gloo'; rank 1: 'cpu:gloo'\\)"):
+                make_trainer(PGroupDDPStrategy(process_group_backend="cpu:gloo" if rank else "gloo")).fit(
+                    TinyModel(), datamodule=TinyData()
+                )
+
+    run_ranks(job, deadline=20)
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_another_version_of_this_package_is_named_on_all_ranks_at_once(other):
+    """Before anything else is read that the other version may have written in another form."""
+
+    def job(rank):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == other:
+                patch.setattr("lightning_pgroup.introduction.__version__", "0.0.other")
+                patch.setattr(
+                    "lightning_pgroup.acquisition.Report.to_payload", lambda report: {"stage": report.stage, "form": 2}
+                )
+            texts = []
+            for _ in range(2):
+                with pytest.raises(RanksDisagreeError) as caught:
+                    make_trainer(PGroupDDPStrategy()).fit(TinyModel(), datamodule=TinyData())
+                texts.append(str(caught.value))
+            return texts
+
+    for rank, texts in enumerate(run_ranks(job, deadline=20)):
+        for text in texts:
+            assert f"Rank {rank} of 2 can not start 'fit'" in text
+            assert "the ranks differ in the version of lightning_pgroup" in text
+            assert re.search(rf"rank {other}, pid \d+ on \S+: '0.0.other'", text)
+            assert re.search(rf"rank {1 - other}, pid \d+ on \S+: '{__version__}'", text)
 
 
 def test_a_rank_that_does_not_come_is_named_and_comes_later():
@@ -348,47 +387,3 @@ def test_four_ranks():
 
     want = [("fit", "created", 1), ("fit", "destroyed", 1), ("test", "created", 2), ("test", "destroyed", 2)]
     assert run_ranks(job, size=4) == [want] * 4
-
-
-@pytest.mark.parametrize("scheme", ["tcp", "file", "env"])
-def test_init_method(scheme, tmp_path):
-    """Two Trainers, four stages, where the ranks meet at a place that the user names."""
-    import os
-
-    def job(rank):
-        port = os.environ["MASTER_PORT"]
-        init_method = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/store", "env": "env://"}[scheme]
-        events = []
-        for _ in range(2):
-            strategy = PGroupDDPStrategy(destroy="on_teardown", init_method=init_method)
-            trainer = make_trainer(strategy)
-            trainer.fit(TinyModel(), datamodule=TinyData())
-            trainer.test(TinyModel(), datamodule=TinyData(), verbose=False)
-            events += [(what, generation) for _, what, generation in whats(strategy)]
-        return events
-
-    want = [(what, generation) for generation in (1, 2, 3, 4) for what in ("created", "destroyed")]
-    assert run_ranks(job, deadline=40) == [want] * 2
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_f25_a_failure_before_the_first_contact_at_all_keeps_the_ranks_in_step(failing):
-    """Where ranks meet that we did not start, nobody is connected yet when the first stage fails on one of them."""
-    import os
-
-    def job(rank):
-        init_method = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
-        seen = []
-        for number in range(3):
-            strategy = PGroupDDPStrategy(init_method=init_method, rendezvous_timeout=20)
-            path = "best" if rank == failing and number == 0 else None
-            try:
-                make_trainer(strategy).validate(TinyModel(), datamodule=TinyData(), ckpt_path=path, verbose=False)
-                seen.append(strategy.all_gather(torch.tensor([float(number)])).flatten().tolist())
-            except Exception as error:
-                seen.append(type(error).__name__)
-        return seen
-
-    for rank, seen in enumerate(run_ranks(job, deadline=40)):
-        assert seen[0] == "RendezvousAbandonedError" or rank == failing
-        assert seen[1:] == [[1.0, 1.0], [2.0, 2.0]]

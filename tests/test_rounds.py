@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore
 
-from lightning_pgroup.errors import RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.errors import RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
 from lightning_pgroup.rounds import Rounds
 from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, host_store, listen
 
@@ -69,7 +69,7 @@ def test_keys_stay_few(stores):
     in_threads(2, lambda rank: run(rank, 3))
     early = len(watcher.list_keys())
     in_threads(2, lambda rank: run(rank, 50))
-    assert len(watcher.list_keys()) == early <= 5
+    assert len(watcher.list_keys()) == early <= 6
 
 
 def test_a_missing_rank_is_named_and_located(stores):
@@ -125,7 +125,7 @@ def test_many_abandoned_rounds_leave_no_keys(stores):
             rounds[0].run({"stage": "x"}, everything, LONG)
     for _ in range(2):
         in_threads(2, lambda rank: rounds[rank].run({"stage": "y"}, everything, LONG))
-    assert len(watcher.list_keys()) <= 5
+    assert len(watcher.list_keys()) <= 6
 
 
 def test_an_interrupt_abandons_the_round():
@@ -257,3 +257,38 @@ def test_operations_per_rank_do_not_depend_on_the_number_of_ranks():
         in_threads(size, lambda rank, rounds=rounds: rounds[rank].run({"stage": "fit"}, everything, LONG))
         most[size] = max(client.count for client in clients)
     assert most[2] == most[8] == most[32] <= 8
+
+
+def test_a_rank_that_was_told_another_number_ends_the_round_for_all(stores):
+    rounds = [Rounds(PrefixStore("run", stores()), rank, size) for rank, size in enumerate((3, 3, 4))]
+
+    def run(rank):
+        with pytest.raises(RanksDisagreeError) as caught:
+            rounds[rank].run({"stage": "fit"}, never_asked, LONG)
+        return str(caught.value)
+
+    for _ in range(2):
+        for text in in_threads(3, run):
+            assert "the ranks differ in the number of ranks (rank" in text
+            assert ": 3" in text
+            assert "rank 2, pid" in text
+            assert ": 4" in text
+
+
+def test_a_second_process_with_the_same_rank_does_not_disturb_the_first(stores):
+    rounds = [Rounds(PrefixStore("run", stores()), rank, 2) for rank in (0, 1, 1)]
+    in_threads(2, lambda rank: rounds[rank].run({"stage": "fit"}, everything, LONG))
+    for _ in range(2):
+        with pytest.raises(RanksDisagreeError, match="another process is rank 1 of this run already, pid"):
+            rounds[2].run({"stage": "fit"}, never_asked, LONG)
+    answers = in_threads(2, lambda rank: rounds[rank].run({"stage": "next"}, everything, LONG))
+    assert answers == [json.dumps(["next", "next"])] * 2
+
+
+def test_the_place_is_part_of_what_is_said():
+    rounds = Rounds(HashStore(), 0, 2)
+    rounds.where = "tcp://node7:4711"
+    with pytest.raises(
+        RendezvousTimeoutError, match="for the other ranks to start 'fit' at tcp://node7:4711, but 1 did not come"
+    ):
+        rounds.run({"stage": "fit"}, everything, SHORT)

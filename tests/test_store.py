@@ -1,6 +1,7 @@
 """The store: bound before anybody is told of it, on loopback only, without a pickle in it."""
 
 import json
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -80,10 +81,20 @@ def test_delete_below_without_list_keys():
 
 def test_invitation_is_taken_from_the_environment_once(monkeypatch):
     invitation = Invitation.to(Endpoint(LOOPBACK, 1234), 4, 7)
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, invitation.to_environment())
     assert Invitation.take_from_environment() == invitation
     assert Invitation.take_from_environment() is None
     json.loads(invitation.to_environment())
+
+
+@pytest.mark.parametrize("left_over", [{}, {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "another"}], ids=["shell", "torchrun"])
+def test_an_invitation_that_a_shell_has_left_over_is_ignored(monkeypatch, left_over):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, Invitation.to(Endpoint(LOOPBACK, 1234), 4, 7).to_environment())
+    for name, value in left_over.items():
+        monkeypatch.setenv(name, value)
+    assert Invitation.take_from_environment() is None
+    assert ENVIRONMENT_VARIABLE not in os.environ
 
 
 def test_a_run_is_cleaned_up_and_tells_its_highest_generation():
