@@ -1,19 +1,23 @@
 """Turns what a DDP strategy and its cluster environment know into the group that its stages ask for."""
 
 from datetime import timedelta
-
-from lightning.pytorch.strategies import DDPStrategy
+from typing import TYPE_CHECKING
 
 from lightning_pgroup.claim import GroupRequest
 from lightning_pgroup.config import LifecycleConfig
 from lightning_pgroup.membership import Place
 from lightning_pgroup.signature import GroupSignature, describe_options
 
+if TYPE_CHECKING:
+    from lightning_pgroup.strategy import PGroupDDPStrategy
+
 LIGHTNING_TIMEOUT = timedelta(minutes=30)
 """How long to wait for ranks when neither a rendezvous timeout nor one of the group is given."""
 
 
-def request_group(strategy: DDPStrategy, config: LifecycleConfig, backend: str, timeout: timedelta | None) -> GroupRequest:
+def request_group(
+    strategy: "PGroupDDPStrategy", config: LifecycleConfig, backend: str, timeout: timedelta | None
+) -> GroupRequest:
     """The group that a stage of ``strategy`` asks for on this rank.
 
     Args:
@@ -24,8 +28,7 @@ def request_group(strategy: DDPStrategy, config: LifecycleConfig, backend: str, 
     """
     environment = strategy.cluster_environment
     assert environment is not None
-    size = strategy.num_nodes * strategy.num_processes
-    rank, device = strategy.global_rank, strategy.root_device
+    rank, size, device = strategy.global_rank, strategy.group_size, strategy.root_device
 
     def default_init_method() -> str:
         address = environment.main_address
@@ -45,6 +48,7 @@ def request_group(strategy: DDPStrategy, config: LifecycleConfig, backend: str, 
         place=Place(
             rank=rank,
             size=size,
+            nodes=strategy.num_nodes,
             init_method=config.init_method,
             default_init_method=default_init_method,
             timeout=config.rendezvous_timeout or timeout or LIGHTNING_TIMEOUT,
