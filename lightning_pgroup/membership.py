@@ -31,6 +31,7 @@ class Place:
     Attributes:
         rank: Its rank.
         size: Number of ranks.
+        nodes: Number of nodes.
         init_method: As given by the user, or ``None``.
         default_init_method: Where ranks that somebody else started meet; asked for only when it is needed.
         timeout: How long to wait for the other ranks.
@@ -38,6 +39,7 @@ class Place:
 
     rank: int
     size: int
+    nodes: int
     init_method: str | None
     default_init_method: Callable[[], str]
     timeout: timedelta
@@ -147,7 +149,7 @@ class Membership:
                 if place.init_method is None:
                     self.check_size(place.size)
                 init_method = place.init_method or place.default_init_method()
-                self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout)
+                self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout, place.nodes)
             for why in self._missed.pop(key, ()):
                 self._teams[key].rounds.abandon(why)
         return self._teams[key]

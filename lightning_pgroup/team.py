@@ -157,12 +157,12 @@ def join_invited(
     return Team(store, invitation.run, rank, invitation.size, is_host=hosted is not None, check_peers=check_peers)
 
 
-def join_launched(init_method: str, rank: int, size: int, timeout: timedelta) -> Team:
+def join_launched(init_method: str, rank: int, size: int, timeout: timedelta, nodes: int) -> Team:
     """Join a team whose processes somebody else started; see :func:`~lightning_pgroup.store.launcher_store`."""
     # The store of torchrun's agent can outlive an attempt, so that the prefix names the attempt as well (F24 of the design).
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = launcher_store(init_method, rank, size, timeout)
+    store = launcher_store(init_method, rank, size, timeout, nodes)
     is_host = rank == 0 and not is_torchelastic_launched() and not init_method.startswith("file://")
     return Team(store, f"{run}/{attempt}", rank, size, is_host=is_host)
 
