@@ -20,7 +20,7 @@ bench: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[check,examples,test]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[check,examples,ray,test]"
 	touch $@
 
 clean:

@@ -2,10 +2,10 @@
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_pgroup.claim import GroupRequest
 from lightning_pgroup.config import LifecycleConfig
@@ -14,11 +14,16 @@ from lightning_pgroup.membership import Place
 from lightning_pgroup.signature import GroupSignature, describe_options
 from lightning_pgroup.store import Endpoint
 
+if TYPE_CHECKING:
+    from lightning_pgroup.strategy import PGroupDDPStrategy
+
 LIGHTNING_TIMEOUT = timedelta(minutes=30)
 """How long to wait for ranks when neither a rendezvous timeout nor one of the group is given."""
 
 
-def request_group(strategy: DDPStrategy, config: LifecycleConfig, backend: str, timeout: timedelta | None) -> GroupRequest:
+def request_group(
+    strategy: "PGroupDDPStrategy", config: LifecycleConfig, backend: str, timeout: timedelta | None
+) -> GroupRequest:
     """The group that a stage of ``strategy`` asks for on this rank.
 
     Args:
@@ -29,8 +34,7 @@ def request_group(strategy: DDPStrategy, config: LifecycleConfig, backend: str, 
     """
     environment = strategy.cluster_environment
     assert environment is not None
-    size = strategy.num_nodes * strategy.num_processes
-    rank, device = strategy.global_rank, strategy.root_device
+    rank, size, device = strategy.global_rank, strategy.group_size, strategy.root_device
 
     def default_init_method() -> str:
         check_main_address(environment, rank, size)
@@ -49,6 +53,7 @@ def request_group(strategy: DDPStrategy, config: LifecycleConfig, backend: str, 
         place=Place(
             rank=rank,
             size=size,
+            nodes=strategy.num_nodes,
             init_method=config.init_method,
             default_init_method=default_init_method,
             starter=describe_starter(environment),

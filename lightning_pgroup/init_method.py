@@ -44,7 +44,7 @@ def is_hosted_by_rank_0(init_method: str) -> bool:
     return endpoint is not None and not _is_of_agent(endpoint)
 
 
-def launcher_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> Store:
+def launcher_store(init_method: str, rank: int, world_size: int, timeout: timedelta, nodes: int) -> Store:
     """The store that an ``init_method`` stands for. Called on each rank, on its first contact; blocks at most ``timeout``.
 
     Under torchrun, at the main address, that is a client of the agent's store; else rank 0 hosts it, and does not wait for the
@@ -55,6 +55,7 @@ def launcher_store(init_method: str, rank: int, world_size: int, timeout: timede
         rank: This process's rank.
         world_size: Number of ranks.
         timeout: How long to wait for the host, and bound of each operation.
+        nodes: Number of nodes of the run.
 
     Raises:
         StoreLostError: There is no such store; the message says why.
@@ -65,13 +66,18 @@ def launcher_store(init_method: str, rank: int, world_size: int, timeout: timede
         return _file_store(Path(urlparse(init_method).path), rank, world_size, timeout)
     if _is_of_agent(endpoint):
         return reach_at(endpoint, rank, world_size, timeout, patience=AGENT_PATIENCE, hint=_NOT_OF_TORCHRUN)
-    place = host_at if rank == 0 else reach_at
-    return place(endpoint, rank, world_size, timeout)
+    if rank == 0:
+        return host_at(endpoint, world_size, timeout, nodes)
+    return reach_at(endpoint, rank, world_size, timeout)
 
 
 def _endpoint(init_method: str) -> Endpoint | None:
     url = urlparse(init_method)
-    return Endpoint(url.hostname, url.port) if url.scheme == "tcp" and url.hostname and url.port else None
+    if url.scheme != "tcp":
+        return None
+    if not url.hostname or not url.port:
+        raise StoreLostError(f"The ranks can not meet at {init_method!r}: give a port other than 0 (MASTER_PORT).")
+    return Endpoint(url.hostname, url.port)
 
 
 def _is_of_agent(endpoint: Endpoint) -> bool:

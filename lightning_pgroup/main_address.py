@@ -17,24 +17,24 @@ from torch.distributed import TCPStore
 
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.errors import StoreLostError
-from lightning_pgroup.store import Endpoint
+from lightning_pgroup.store import Endpoint, host_on
 
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.5
 _LONGEST_TRY = 5.0
 
 
-def host_at(endpoint: Endpoint, rank: int, size: int, timeout: timedelta) -> TCPStore:
-    """Host the store at the address that all ranks were told. On one rank; does not wait for the others.
+def host_at(endpoint: Endpoint, size: int, timeout: timedelta, nodes: int) -> TCPStore:
+    """Host the store at the address that all ranks were told. On rank 0; does not wait for the others.
 
-    It listens on all interfaces, and shares the port with another store that this very process hosts there by torch's own
-    ``env://`` or ``tcp://``.
+    See :func:`~lightning_pgroup.store.host_on` for where it listens. It shares the port with another store that this very
+    process hosts there by torch's own ``env://`` or ``tcp://``.
 
     Args:
-        endpoint: The address, one of this host.
-        rank: This process's rank, for messages.
+        endpoint: The address.
         size: Number of ranks, for messages.
         timeout: How long to wait for the name to resolve, and bound of each operation on the store.
+        nodes: Number of nodes of the run.
 
     Raises:
         StoreLostError: The port is taken (at once), the name does not resolve, or the address is not one of this host.
@@ -47,18 +47,18 @@ def host_at(endpoint: Endpoint, rank: int, size: int, timeout: timedelta) -> TCP
             " address of this host?"
         )
         try:
-            return TCPStore(endpoint.host, endpoint.port, None, True, trial.left(), wait_for_workers=False, multi_tenant=True)
+            return host_on(endpoint.host, endpoint.port, nodes, trial.left())
         except RuntimeError as error:
             if "failed to listen" not in str(error):
                 raise TimeoutError from error
             name = f"port {endpoint.port} of {socket.gethostname()}"
             raise StoreLostError(
-                f"Rank {rank} of {size} can not host the store in which the ranks meet, at {endpoint}: {name} can not be"
+                f"Rank 0 of {size} can not host the store in which the ranks meet, at {endpoint}: {name} can not be"
                 f" listened on ({_reason(str(error))}). Let all ranks use another port, or end the process that has it: an"
                 " earlier run may still be alive."
             ) from error
 
-    return _Trial(endpoint, rank, size, timeout).run(attempt, "to host the store in which the ranks meet")
+    return _Trial(endpoint, 0, size, timeout).run(attempt, "to host the store in which the ranks meet")
 
 
 def reach_at(

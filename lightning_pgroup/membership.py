@@ -33,6 +33,7 @@ class Place:
     Attributes:
         rank: Its rank.
         size: Number of ranks.
+        nodes: Number of nodes.
         init_method: As given by the user, or ``None``.
         default_init_method: Where ranks that somebody else started meet; asked for only when it is needed.
         starter: Who has started the ranks, for messages.
@@ -41,6 +42,7 @@ class Place:
 
     rank: int
     size: int
+    nodes: int
     init_method: str | None
     default_init_method: Callable[[], str]
     starter: str
@@ -172,7 +174,7 @@ class Membership:
         init_method = resolve(place.init_method or self._main_address or place.default_init_method())
         key = (init_method, place.rank, place.size)
         if key not in self._teams:
-            self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout)
+            self._teams[key] = join_launched(init_method, place.rank, place.size, place.timeout, place.nodes)
         return self._teams[key]
 
     def stay_away(self, place: Place, why: str, timeout: timedelta) -> Team | None:

@@ -5,6 +5,9 @@ twice and no rank ever meets a key of the past.
 """
 
 import ctypes
+import errno
+import ipaddress
+import logging
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +16,8 @@ from typing import NamedTuple
 from torch.distributed import PrefixStore, Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
+
+logger = logging.getLogger(__name__)
 
 
 class Endpoint(NamedTuple):
@@ -48,15 +53,58 @@ def listen(host: str, port: int = 0) -> socket.socket:
     return listener
 
 
-def host_store(listener: socket.socket, timeout: timedelta) -> TCPStore:
+def host_store(listener: socket.socket, timeout: timedelta, *, shared: bool = False) -> TCPStore:
     """Host a store on a listening socket, which the store owns from then on. Does not wait for anybody.
 
     Args:
         listener: From :func:`listen`.
         timeout: Bound of each operation on the store.
+        shared: Whether another store that this process hosts at this port is to be the same one, as with ``env://``.
     """
     host, port = listener.getsockname()[:2]
-    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True)
+    return TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timeout,
+        wait_for_workers=False,
+        multi_tenant=shared,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+
+
+def host_on(address: str, port: int, nodes: int, timeout: timedelta) -> TCPStore:
+    """Host a store that can be reached at the given address only, where that is one of this host. Waits for nobody.
+
+    It listens on all addresses, as torch does, where others must reach it at an address that can not be told from here: one
+    that is not this host's (a service in front of it), or loopback in a run of several nodes (a host's name for itself).
+
+    Args:
+        address: The address, or a name for it.
+        port: The port.
+        nodes: Number of nodes of the run.
+        timeout: Bound of each operation on the store.
+
+    Raises:
+        OSError: The name is not known.
+        DistNetworkError: The port is taken, unless by a shared store of this process, which is then used.
+    """
+    found = dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM))
+    for one in found:
+        if nodes > 1 and ipaddress.ip_address(one).is_loopback:
+            continue
+        try:
+            listener = listen(one, port)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                continue
+            break  # torch shares a store of this process, and else raises at once
+        return host_store(listener, timeout, shared=True)
+    else:
+        logger.info("The store listens on all addresses of this host, since others can not reach it at %s.", ", ".join(found))
+    return TCPStore(address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
 
 
 def connect_store(endpoint: Endpoint, timeout: timedelta) -> TCPStore:

@@ -183,12 +183,23 @@ class PGroupDDPStrategy(LentParts):
     @property
     def starts_ranks_itself(self) -> bool:
         """Whether Lightning starts the ranks, so that their number is known to us. For the launchers."""
-        return isinstance(self.cluster_environment, LightningEnvironment)
+        environment = self.cluster_environment
+        # Ray's environment derives from Lightning's, but has ranks of its own.
+        counts = getattr(type(environment), "world_size", None) is LightningEnvironment.world_size
+        return isinstance(environment, LightningEnvironment) and counts
+
+    @property
+    def group_size(self) -> int:
+        """Number of ranks of a stage: what the Trainer asks for where Lightning starts them, else what their launcher says.
+
+        With Ray Train a rank may see nothing but its own device, so that its Trainer knows of one.
+        """
+        return self.num_nodes * self.num_processes if self.starts_ranks_itself else self.world_size
 
     @property
     def _runs_alone(self) -> bool:
         """Whether this is a stage of one rank, which each process of a run with more of them runs for itself."""
-        return self.starts_ranks_itself and self.num_processes * self.num_nodes == 1
+        return self.starts_ranks_itself and self.group_size == 1
 
     @property
     @override

@@ -62,7 +62,7 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         except WorldSizeError:
             state.lifecycle.refuse(self._strategy.claim())
             raise
-        if self.num_processes * self.num_nodes == 1:
+        if self._strategy.group_size == 1:
             return self._launch_alone(call, *args, **kwargs)
         if state.membership.children:
             # So that `kill` reaches the ranks that an earlier Trainer has started.
@@ -70,7 +70,7 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         return super().launch(call, *args, trainer=trainer, **kwargs)
 
     def _check(self, trainer: Trainer | None) -> None:
-        size = self.num_processes * self.num_nodes
+        size = self._strategy.group_size
         check_devices(trainer, self._strategy)
         if self._strategy.starts_ranks_itself:
             process_state().membership.check_size(size)

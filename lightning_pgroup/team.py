@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_launched
 
 from lightning_pgroup import failure
 from lightning_pgroup.errors import RendezvousAbandonedError
@@ -209,12 +209,12 @@ def _reach_inviter(invitation: Invitation, rank: int, timeout: timedelta) -> Sto
     return reach_at(endpoint, rank, invitation.size, timeout, patience=timedelta(0), hint=hint)
 
 
-def join_launched(init_method: str, rank: int, size: int, timeout: timedelta) -> Team:
+def join_launched(init_method: str, rank: int, size: int, timeout: timedelta, nodes: int) -> Team:
     """Join a team whose processes somebody else started; see :func:`~lightning_pgroup.init_method.launcher_store`."""
     start = time.monotonic()
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_torchelastic_launched() else None
-    store = launcher_store(init_method, rank, size, timeout)
+    store = launcher_store(init_method, rank, size, timeout, nodes)
     waiter = KeyWaiter(store)
     of_rank_0 = is_hosted_by_rank_0(init_method)
     contact = Contact(token="", attempt=attempt)
