@@ -66,7 +66,7 @@ class Acquisition:
             return self._membership.team(request.place)
         except BaseException as error:
             stage.met = True
-            self._membership.note_missed(request.place, f"it did not reach the others: {describe(error)}")
+            self._membership.note_missed(request.place, f"it has not reached the store: {describe(error)}")
             raise
 
     def _agree_in(self, team: Team, report: Report, stage: Stage, request: GroupRequest, clock: float) -> None:

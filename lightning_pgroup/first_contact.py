@@ -70,7 +70,7 @@ class Hello:
 
     def describe(self) -> str:
         """Who it is, for messages."""
-        return f"rank {self.rank} (pid {self.pid} on {self.host})"
+        return f"rank {self.rank}, pid {self.pid} on {self.host}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,9 @@ class _Guest:
         token = str(answer["token"])
         if answer["refused"]:
             self._store.set(f"{token}/refused", json.dumps(answer["refused"]))
-            raise RanksDisagreeError(f"Rank {hello.rank} of {hello.size} can not take part: {answer['refused']}")
+            raise RanksDisagreeError(
+                f"Rank {hello.rank} of {hello.size} can not take part at {self._where}: {answer['refused']}."
+            )
         self._store.set(f"{token}/confirmed/{hello.rank}", "1")
         self._store.add(f"{token}/confirmed", 1)
         why = json.loads(self._wait(f"{token}/go"))
@@ -187,7 +189,7 @@ class _Host:
             self._answer_new_hellos()
             if self._refused and self._store.check([f"{self._token}/refused"]):
                 why = json.loads(self._store.get(f"{self._token}/refused"))
-                raise RanksDisagreeError(f"Rank 0 of {self._hello.size} can not start: {why}")
+                raise RanksDisagreeError(f"Rank 0 of {self._hello.size} can not start at {self._where}: {why}.")
             if time.monotonic() - start > self._timeout.total_seconds():
                 raise self._late(time.monotonic() - start)
             pause.wait(_POLL)
@@ -212,8 +214,8 @@ class _Host:
         mine = self._hello
         if hello.size != mine.size or not 0 < hello.rank < mine.size:
             return (
-                f"{hello.describe()} was told that there are {hello.size} ranks, {mine.describe()} that there are {mine.size}."
-                " Start all ranks with the same number of nodes and devices."
+                f"the ranks differ in the number of ranks ({mine.describe()}: {mine.size}; {hello.describe()}: {hello.size})."
+                " Each must be given the same"
             )
         return ""
 
@@ -225,7 +227,7 @@ class _Host:
         ]
         return RendezvousTimeoutError(
             f"Rank 0 of {self._hello.size} waited {waited:.1f} s of {self._timeout.total_seconds():.1f} s at {self._where} for"
-            f" the other ranks, but {len(missing)} did not come: {'; '.join(missing)}. {self._refused}"
+            f" the other ranks, but {len(missing)} did not come: {'; '.join(missing)}. {self._refused}".rstrip()
         )
 
     def _go(self, why: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def finish(process: subprocess.Popen, timeout: float = 90) -> Run:
         _kill_session(process.pid)
         out, err = process.communicate()
         raise AssertionError(f"the script hung for {timeout} s:\n{out}\n{err}") from expired
-    left = _session(process.pid)
+    left = _left_of(process.pid)
     _kill_session(process.pid)
     assert not left, f"the script has left processes: {left}\n{out}\n{err}"
     return Run(process.returncode, _heard(process) + out, err)
@@ -108,6 +109,14 @@ def finish(process: subprocess.Popen, timeout: float = 90) -> Run:
 def run(body: str, folder: Path, *, timeout: float = 90, **kwargs) -> Run:
     """Start a script and wait for it."""
     return finish(start(body, folder, **kwargs), timeout)
+
+
+def _left_of(leader: int) -> list[psutil.Process]:
+    """The processes of a session that go on, not those that were about to end with their parent."""
+    until, pause = time.monotonic() + 2.0, threading.Event()
+    while (left := _session(leader)) and time.monotonic() < until:
+        pause.wait(0.05)
+    return left
 
 
 def _session(leader: int) -> list[psutil.Process]:

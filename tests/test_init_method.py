@@ -285,8 +285,8 @@ def test_a_file_in_a_folder_that_is_not_there_on_one_rank(rank_without, tmp_path
     assert f"there is no folder '{tmp_path}/not here'" in text
     assert took < 1
     text, _ = results[1 - rank_without]
-    assert f"waited 2.0 s of 2.0 s for the other ranks to start 'fit' at file://{tmp_path}/store" in text
-    assert f"rank {rank_without} (never seen)" in text
+    assert f"waited 2.0 s of 2.0 s at file://{tmp_path}/store for" in text
+    assert ("rank 1 (never seen)" if rank_without else "for rank 0, which did not answer") in text
 
 
 def test_a_file_that_is_a_folder(tmp_path):
@@ -313,7 +313,7 @@ def test_the_file_of_a_crashed_run_is_not_hung_on(first, tmp_path):
         if rank != first:
             assert come.wait(20)
         come.set()
-        events = [whats(fit(f"file://{path}"))[0][1] for _ in range(2)]
+        events = [whats(fit(f"file://{path}"))[-1][1] for _ in range(2)]
         return rank_sum(rank), events
 
     assert run_ranks(job, deadline=40) == [(1.0, ["created", "created"])] * 2
@@ -342,7 +342,7 @@ def test_ranks_that_were_told_different_world_sizes_are_told_at_once(scheme, wro
         results = run_ranks(job, bare=True, deadline=40)
     for rank, told in enumerate(results):
         for text, took in told:
-            assert f"Rank {rank} of {3 if rank == wrong else 2} can not start 'fit' at " in text
+            assert re.search(rf"Rank {rank} of {3 if rank == wrong else 2} can not (start|take part)( 'fit')? at ", text)
             assert re.search(rf"rank {wrong}, pid \d+ on \S+: 3", text)
             assert re.search(rf"rank {1 - wrong}, pid \d+ on \S+: 2", text)
             assert took < 10
