@@ -61,7 +61,7 @@ def stop_0():
     stop() if rank == 0 else run_free()
 """
 
-LOG = r"(?:\[rank \d/2 gen \d\] .*\n)*"
+LOG = r"(?:\[(?:run \S+ attempt \d+ )?rank \d/2 gen \d\] .*\n)*"
 NOTE = r"The first failure of generation \d was on rank \d \(pid .*\n"
 
 
