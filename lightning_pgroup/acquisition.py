@@ -13,6 +13,7 @@ from lightning_pgroup.backends import wait_in_store
 from lightning_pgroup.claim import GroupRequest, Stage
 from lightning_pgroup.custody import Custody
 from lightning_pgroup.errors import GroupMismatchError, RanksDisagreeError, StoreLostError, WorldSizeError
+from lightning_pgroup.gloo_interface import GlooInterface
 from lightning_pgroup.group import OwnedGroup, create_group, discard_unfinished
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.notices import Notices
@@ -181,6 +182,7 @@ class Acquisition:
                 store,
                 request.device_id,
                 request.pg_options,
+                interface=GlooInterface(place.nodes, team.main_host),
                 run=team.run,
                 attempt=team.attempt,
             )

@@ -15,6 +15,7 @@ from lightning_pgroup import c10d, transport
 from lightning_pgroup.backends import peers_notice
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.excepthook import ExceptHookGuard
+from lightning_pgroup.gloo_interface import GlooInterface
 from lightning_pgroup.graveyard import Graveyard, Wrapper
 from lightning_pgroup.monitor import FailureMonitor
 from lightning_pgroup.records import prefix
@@ -42,6 +43,7 @@ class OwnedGroup:
     attempt: int | None
     _reference: "weakref.ref[ProcessGroup]"
     _hook: ExceptHookGuard = field(repr=False)
+    _interface: GlooInterface = field(repr=False)
     _wrappers: list[Wrapper] = field(default_factory=list, repr=False)
     _held: ProcessGroup | None = field(default=None, repr=False)
     _store: Store | None = field(default=None, repr=False)
@@ -111,6 +113,7 @@ class OwnedGroup:
         """Clean up after it was destroyed by other code."""
         self._stop_monitor()
         self._hook.restore()
+        self._interface.restore()
         if self._held is not None:
             groups, self._held = [self._held], None
             graveyard.bury(groups, self._wrappers)
@@ -148,6 +151,7 @@ class OwnedGroup:
         groups = c10d.take_all_groups() if self.is_alive() else []
         self._held = None
         self._hook.restore()
+        self._interface.restore()
         return groups
 
 
@@ -158,6 +162,7 @@ def create_group(
     device_id: torch.device | None,
     pg_options: Any,
     *,
+    interface: GlooInterface,
     run: str,
     attempt: int | None,
 ) -> OwnedGroup:
@@ -169,6 +174,7 @@ def create_group(
         store: The part of the store that belongs to this generation alone.
         device_id: The device to bind it to; ``None`` on CPU.
         pg_options: Options of the backend.
+        interface: What gloo uses; restored with the end of the group, or at once if its creation fails.
         run: Name of the run.
         attempt: How often the launcher has restarted the ranks, if it counts that.
 
@@ -194,13 +200,14 @@ def create_group(
         hook.created()
         group = c10d.default_group()
         assert group is not None
-        owned = OwnedGroup(generation, signature, run, attempt, weakref.ref(group), hook, _store=store)
+        owned = OwnedGroup(generation, signature, run, attempt, weakref.ref(group), hook, interface, _store=store)
         if signature.world_size > 1 and not isinstance(store, WatchedStore):
             owned._addresses = tuple(_values(store, c10d.address_keys([group])))
         return owned
     except BaseException:
         hook.created()
         hook.restore()
+        interface.restore()
         raise
 
 

@@ -44,6 +44,12 @@ def is_hosted_by_rank_0(init_method: str) -> bool:
     return endpoint is not None and not _is_of_agent(endpoint)
 
 
+def host_of(init_method: str) -> str | None:
+    """The host of the address, which is that of rank 0's node; ``None`` for a file."""
+    endpoint = _endpoint(resolve(init_method))
+    return None if endpoint is None else endpoint.host
+
+
 def launcher_store(init_method: str, rank: int, world_size: int, timeout: timedelta, nodes: int) -> Store:
     """The store that an ``init_method`` stands for. Called on each rank, on its first contact; blocks at most ``timeout``.
 

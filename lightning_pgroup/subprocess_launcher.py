@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments import MPIEnvironment
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_pgroup import environment
+from lightning_pgroup import environment, gloo_interface
 from lightning_pgroup.errors import WorldSizeError
 from lightning_pgroup.lightning_private import SubprocessScriptLauncher, dismiss_process_observers, set_num_threads_if_needed
 from lightning_pgroup.process_state import process_state
@@ -115,7 +115,8 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         try:
             if invitation is not None:
                 os.environ[ENVIRONMENT_VARIABLE] = invitation.to_environment()
-            super()._call_children_scripts()
+            with gloo_interface.hidden():
+                super()._call_children_scripts()
         except BaseException:
             for child in self.procs:
                 child.kill()

@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_lau
 from lightning_pgroup import failure
 from lightning_pgroup.errors import RendezvousAbandonedError
 from lightning_pgroup.first_contact import Contact, Hello, meet
-from lightning_pgroup.init_method import is_hosted_by_rank_0, launcher_store
+from lightning_pgroup.init_method import host_of, is_hosted_by_rank_0, launcher_store
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.main_address import reach_at
 from lightning_pgroup.rounds import Rounds
@@ -100,6 +100,7 @@ class Team:
         check_peers: Raises when a peer is known to be gone for good; see :meth:`Rounds.run`.
         attempt: How often the launcher has restarted the ranks, if it counts that.
         waiter: Waits for keys of ``store``; by default one of its own.
+        main_host: Where rank 0 can be reached from other nodes, if that is known.
     """
 
     def __init__(
@@ -113,9 +114,11 @@ class Team:
         check_peers: Callable[[], None] = lambda: None,
         attempt: int | None = None,
         waiter: KeyWaiter | None = None,
+        main_host: str | None = None,
     ) -> None:
         self.run = run.partition("/")[0]
         self.attempt = attempt
+        self.main_host = main_host
         self.is_host = is_host
         self.rank = rank
         self.size = size
@@ -224,7 +227,16 @@ def join_launched(init_method: str, rank: int, size: int, timeout: timedelta, no
         below = PrefixStore(_prefix(run), store)
         contact = meet(below, waiter.below(_prefix(run)), Hello.of(rank, size, attempt), left, init_method)
     name = f"{run}/{contact.token}"
-    return Team(store, name, rank, size, is_host=rank == 0 and of_rank_0, attempt=contact.attempt, waiter=waiter)
+    return Team(
+        store,
+        name,
+        rank,
+        size,
+        is_host=rank == 0 and of_rank_0,
+        attempt=contact.attempt,
+        waiter=waiter,
+        main_host=host_of(init_method),
+    )
 
 
 def _torchrun() -> str:

@@ -159,6 +159,7 @@ F20 = """if True:
     from torch.distributed import HashStore
 
     if {ours}:
+        from lightning_pgroup.gloo_interface import GlooInterface
         from lightning_pgroup.group import create_group
         from lightning_pgroup.graveyard import Graveyard
         from lightning_pgroup.signature import GroupSignature
@@ -169,7 +170,7 @@ F20 = """if True:
         signature = GroupSignature(
             backend="gloo", world_size=1, rank=0, timeout=9.0, device="cpu", pg_options="", init_method=""
         )
-        owned = create_group(1, signature, HashStore(), None, None, run="", attempt=None)
+        owned = create_group(1, signature, HashStore(), None, None, interface=GlooInterface(1, None), run="", attempt=None)
     else:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     group = weakref.ref(dist.group.WORLD)

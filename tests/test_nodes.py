@@ -1,7 +1,4 @@
-"""Two nodes: two network namespaces on this machine that reach each other by one cable, with two ranks in each.
-
-A user must name gloo's interface (``GLOO_SOCKET_IFNAME``) where the name of a host resolves to loopback, as it does here.
-"""
+"""Two nodes: two network namespaces on this machine that reach each other by one cable, with two ranks in each."""
 
 import contextlib
 import os
@@ -35,7 +32,7 @@ class Nodes:
         jobs = []
         for node, name in enumerate(self.names):
             (folder / str(node)).mkdir()
-            variables = {"GLOO_SOCKET_IFNAME": "cable", **environment(node)}
+            variables = environment(node)
             inside = [IP, "netns", "exec", name, "env", *(f"{key}={value}" for key, value in variables.items())]
             jobs.append(start(body, folder / str(node), launcher=[*inside, *launcher(node)]))
         # Torchrun gives each of its workers a session of its own, so that `finish` does not reach them.
