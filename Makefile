@@ -4,11 +4,12 @@ BIN := .venv/bin
 .PHONY: demo test check bench clean
 
 # The main job: handwritten digits on two ranks, fit and test, one process group for each stage.
-demo: .venv/installed
+demo: .venv/examples
 	$(BIN)/python examples/digits.py --destroy on_teardown
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not scripts"
+	$(BIN)/python -m pytest -m scripts -n 2 --dist worksteal
 
 check: .venv/installed
 	$(BIN)/ruff check .
@@ -18,9 +19,16 @@ check: .venv/installed
 bench: .venv/installed
 	$(BIN)/python benchmarks/stage.py
 
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.venv/examples: pyproject.toml constraints.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(INSTALL) -e ".[examples]"
+	touch $@
+
 .venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[check,examples,ray,test]"
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(INSTALL) -e ".[check,examples,ray,test]"
 	touch $@
 
 clean:

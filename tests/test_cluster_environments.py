@@ -306,6 +306,7 @@ for number in range(2):
 """
 
 
+@pytest.mark.scripts
 @pytest.mark.skipif(
     shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None, reason="there is no MPI with mpi4py here"
 )
@@ -331,6 +332,7 @@ LEFT_OVER = {
 }
 
 
+@pytest.mark.scripts
 @pytest.mark.parametrize("name", LEFT_OVER)
 def test_what_a_shell_has_left_over_does_not_confuse_a_script(name, tmp_path):
     values = {key: str(value) for key, value in LEFT_OVER[name].items()}
@@ -356,6 +358,7 @@ def start_alone(timeout, **values):
     return run_ranks(job, 1, bare=True, deadline=40)[0]
 
 
+@pytest.mark.scripts
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_variables_of_torchrun_left_over_are_an_error_within_seconds(rank):
     with free_port() as port:

@@ -169,6 +169,7 @@ def test_a_shutdown_that_raises_is_reported_and_does_not_stop_the_run():
     assert not alive
 
 
+@pytest.mark.scripts
 def test_a_hanging_shutdown_at_the_real_exit_of_the_interpreter(tmp_path):
     done = run(
         f"""

@@ -65,6 +65,7 @@ def test_the_users_own_choice_stands(monkeypatch):
     assert os.environ[VARIABLE] == "eth8"
 
 
+@pytest.mark.scripts
 def test_nothing_listens_beyond_loopback_on_one_node(tmp_path):
     """In a UTS namespace of its own, where the name of the host stands for an address that is open to the network."""
     address, _ = outer_address()

@@ -12,6 +12,8 @@ import torch
 from tests.models import TinyModel
 from tests.scripts import LAUNCHERS, finish, listen, run, start
 
+pytestmark = pytest.mark.scripts
+
 BOUND = 20.0
 """Seconds from the last word of a script to its end. What hangs in a group would take 100."""
 

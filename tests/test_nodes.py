@@ -15,6 +15,8 @@ import pytest
 
 from tests.scripts import finish, start
 
+pytestmark = pytest.mark.scripts
+
 SCRIPT = str(Path(__file__).parent / "namespaces.sh")
 IP = shutil.which("ip", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 PORT = 29500  # in namespaces of our own, so that nobody else can have it

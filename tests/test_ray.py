@@ -19,6 +19,8 @@ from tests.models import TinyData, TinyModel, make_trainer, whats
 from tests.ranks import run_ranks
 from tests.scripts import finish, start_command
 
+pytestmark = pytest.mark.scripts
+
 SCRIPT = """
 import os, sys
 import psutil, ray

@@ -7,6 +7,8 @@ import pytest
 
 from tests.scripts import ROOT, TORCHRUN, finish, run, start, start_command
 
+pytestmark = pytest.mark.scripts
+
 TWO_SIZES = """
 steps = []
 for devices in (1, 2):

@@ -8,6 +8,8 @@ from tests.faults import fit
 from tests.ranks import run_ranks
 from tests.scripts import LAUNCHERS, run
 
+pytestmark = pytest.mark.scripts
+
 POLICIES = ("on_teardown", "per_trainer", "on_destructor", "on_error", "at_exit", "never")
 SWEEP = 50
 

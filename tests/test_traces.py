@@ -214,6 +214,7 @@ def test_a_forked_child_can_train_on_its_own():
     assert run_ranks(job, size=1) == [0]
 
 
+@pytest.mark.scripts
 def test_importing_and_building_change_nothing():
     import subprocess
 

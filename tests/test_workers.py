@@ -162,6 +162,7 @@ print("EVENTS", whats(strategy), os.environ.get("LOCAL_RANK"), os.environ.get("M
 """
 
 
+@pytest.mark.scripts
 def test_f22_f23_spawned_workers(tmp_path):
     # A class in `main` can not be pickled, so the body goes to the top of a module of its own.
     (tmp_path / "callbacks.py").write_text(

@@ -1,0 +1,45 @@
+"""The scripts of docs/ run as they stand, under the launcher that they are for."""
+
+import re
+import sys
+
+import pytest
+
+from tests.scripts import LAUNCHERS, ROOT, finish, start_command
+from tests.test_cluster_environments import free_job, slurm
+
+pytestmark = pytest.mark.scripts
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def script_of(page, folder):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
+    (folder / "train.py").write_text(block)
+    (folder / "digits.py").write_text((ROOT / "examples" / "digits.py").read_text())
+    return "train.py"
+
+
+def test_the_script_for_torchrun(tmp_path):
+    done = finish(start_command([*LAUNCHERS["torchrun"], script_of("torchrun", tmp_path)], tmp_path), timeout=90)
+    assert done.code == 0, done.err
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+
+
+def test_the_script_for_slurm(tmp_path):
+    """The variables that `srun` sets, on two processes of this machine."""
+    script, job = script_of("slurm", tmp_path), free_job(10**4, 15000)
+    ranks = []
+    for rank in range(2):
+        variables = {**slurm(rank, 0, job), "SLURM_NTASKS_PER_NODE": 2, "SLURM_NNODES": 1}
+        settings = [f"{name}={value}" for name, value in variables.items() if value is not None]
+        ranks.append(start_command(["env", *settings, sys.executable, script], tmp_path))
+    for done in [finish(rank, timeout=90) for rank in ranks]:
+        assert done.code == 0, done.err
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
