@@ -30,6 +30,8 @@ class FailureRecord:
         kind: Type of the exception.
         message: Its message, cut at 2,000 characters.
         time: When, seconds since the epoch on its host's clock.
+        silent: The ranks that had not woken up soon after, if it failed of a lost connection.
+        store_lost: Whether the store did not answer any more, so that no other rank reads this.
     """
 
     generation: int
@@ -41,6 +43,8 @@ class FailureRecord:
     kind: str
     message: str
     time: float
+    silent: tuple[int, ...] = ()
+    store_lost: bool = False
 
     @classmethod
     def of(cls, error: BaseException, *, generation: int, rank: int, stage: str, hook: str) -> "FailureRecord":
@@ -62,10 +66,16 @@ class FailureRecord:
         at = datetime.fromtimestamp(self.time).strftime("%H:%M:%S")
         where = f"in {self.stage!r}" + (f", hook {self.hook!r}" if self.hook else "")
         what = f"{self.kind}: {self.message}" if self.message else self.kind
-        return (
+        note = (
             f"The first failure of generation {self.generation} was on rank {self.rank} (pid {self.pid} on {self.host}) at {at}"
             f" {where}: {what}"
         )
+        if self.store_lost:
+            return f"{note} The store does not answer any more: the process that hosts it, rank 0 or the launcher, has ended."
+        if not self.silent:
+            return note
+        ranks = "rank " + ", ".join(map(str, self.silent))
+        return f"{note} Nothing was heard from {ranks}: it was killed, has ended, or is busy with something else."
 
 
 def publish(store: Store, record: FailureRecord) -> FailureRecord:
@@ -82,10 +92,26 @@ def read(store: Store, generation: int) -> FailureRecord | None:
     return _load(store.get(key(generation))) if store.check([key(generation)]) else None
 
 
+def sign_in(store: Store, generation: int, rank: int) -> None:
+    """Say that this rank has lost a connection, and so lives. One operation, never waits."""
+    store.set(f"{key(generation)}/awake/{rank}", "1")
+
+
+def is_first_to_ask(store: Store, generation: int) -> bool:
+    """Whether this rank is the one that is to look who has not signed in. One operation, never waits."""
+    return int(store.add(f"{key(generation)}/asked", 1)) == 1
+
+
+def silent_ranks(store: Store, generation: int, size: int) -> tuple[int, ...]:
+    """The ranks that have not signed in. One operation for each rank, never waits."""
+    return tuple(rank for rank in range(size) if not store.check([f"{key(generation)}/awake/{rank}"]))
+
+
 def key(generation: int) -> str:
     """Where the first failure of a generation stands."""
     return f"{PREFIX}/{generation}"
 
 
 def _load(value: bytes) -> FailureRecord:
-    return FailureRecord(**json.loads(value))
+    loaded = json.loads(value)
+    return FailureRecord(**{**loaded, "silent": tuple(loaded["silent"])})

@@ -14,12 +14,15 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 _NUMBER = 8
 _ADDRESS = 128 + _NUMBER
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +70,27 @@ def call_and_hang_up(calls: Iterable[tuple[RankAddress, int]], timeout: timedelt
     Returns:
         How many were reached.
     """
-    reached, deadline = 0, time.monotonic() + timeout.total_seconds()
-    with selectors.DefaultSelector() as selector:
-        for peer, rank in calls:
-            line = socket.socket(peer.family, socket.SOCK_STREAM)
+    reached = 0
+    numbered = ((peer, peer.pairs[rank].to_bytes(_NUMBER, sys.byteorder)) for peer, rank in calls)
+    for line, number in _connect(numbered, timeout):
+        with contextlib.suppress(OSError):  # nobody listens there any more, so that nobody waits there either
+            reached += line.send(number) == _NUMBER
+    return reached
+
+
+def _connect(peers: Iterable[tuple[RankAddress, _T]], timeout: timedelta) -> Iterator[tuple[socket.socket, _T]]:
+    """Connect to peers, all at once; yields a connection, with what belongs to it, as soon as it stands or has failed."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    with contextlib.ExitStack() as lines, selectors.DefaultSelector() as selector:
+        for peer, what in peers:
+            line = lines.enter_context(socket.socket(peer.family, socket.SOCK_STREAM))
             line.setblocking(False)
             line.connect_ex((peer.host, peer.port))
-            selector.register(line, selectors.EVENT_WRITE, peer.pairs[rank].to_bytes(_NUMBER, sys.byteorder))
+            selector.register(line, selectors.EVENT_WRITE, (line, what))
         while selector.get_map() and time.monotonic() < deadline:
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                line = key.fileobj  # type: ignore[assignment]
-                selector.unregister(line)
-                with line, contextlib.suppress(OSError):  # nobody listens there any more, so that nobody waits there either
-                    reached += line.send(key.data) == _NUMBER
-        for key in list(selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-    return reached
+                selector.unregister(key.fileobj)
+                yield key.data
 
 
 def _counted(value: bytes) -> tuple[bytes | None, bytes]:

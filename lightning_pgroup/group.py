@@ -102,6 +102,10 @@ class OwnedGroup:
         transport.abort(groups, backends, addresses)
         graveyard.bury(groups, self._wrappers)
 
+    def cut(self) -> None:
+        """Cut its connections, so that those who wait for this rank wake up; it is to be aborted next. Waits for nobody."""
+        transport.cut(c10d.backends_in_use(), self._all_addresses())
+
     def watch(self, run_store: Store) -> None:
         """Let a thread abort the group when another rank fails, if its backend does not wake a waiting rank by itself."""
         if self.signature.world_size > 1 and not peers_notice([self.signature.backend]):

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 from lightning_pgroup import failure, records
@@ -74,13 +75,19 @@ class Notices:
         )
 
     def _first_failure(self, team: Team, record: FailureRecord, error: BaseException) -> FailureRecord:
-        first = [record]
+        first, group = [record], self._custody.current
 
         def tell() -> None:
-            with contextlib.suppress(Exception):  # the host of the store may be the rank that has died
+            try:
+                silent: tuple[int, ...] = ()
                 if blames_a_peer(error):
-                    _wait_for(lambda: failure.read(team.store, record.generation) is not None)
-                first[0] = failure.publish(team.store, record)
+                    failure.sign_in(team.store, record.generation, team.rank)
+                    if group is not None:
+                        group.cut()  # who only waits for this rank is to sign in, too
+                    silent = _silent_ranks(team, record)
+                first[0] = failure.publish(team.store, replace(record, silent=silent))
+            except Exception:  # the host of the store may be the rank that has died
+                first[0] = replace(record, store_lost=True)
 
         run_bounded(tell, TELL_TIMEOUT, "failure")
         return first[0]
@@ -112,7 +119,24 @@ class Notices:
             self.team = self._membership.stay_away(place, why, CONTACT_TIMEOUT) or self.team
 
 
-def _wait_for(condition: Callable[[], bool]) -> None:
+def _silent_ranks(team: Team, record: FailureRecord) -> tuple[int, ...]:
+    """Let the rank that this one has lost tell why; if it does not, the first to ask looks which ranks tell nothing at all."""
+
+    def told() -> bool:
+        return failure.read(team.store, record.generation) is not None
+
+    if _wait_for(told):
+        return ()
+    if failure.is_first_to_ask(team.store, record.generation):
+        return failure.silent_ranks(team.store, record.generation, team.size)
+    _wait_for(told)
+    return ()
+
+
+def _wait_for(condition: Callable[[], bool]) -> bool:
     pause, deadline = threading.Event(), time.monotonic() + _COURTESY.total_seconds()
-    while not condition() and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
         pause.wait(_POLL)
+    return True

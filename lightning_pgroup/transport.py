@@ -42,6 +42,17 @@ def shut_down(groups: list[ProcessGroup], timeout: timedelta, *, release: bool) 
     return run_bounded(run, timeout, "shutdown")
 
 
+def cut(backends: Iterable[str], addresses: Sequence[bytes]) -> None:
+    """Cut the connections of all groups, and leave the groups themselves as they are. Not collective; waits for nobody.
+
+    Args:
+        backends: Their backends, as torch names them.
+        addresses: The values that they have in the store.
+    """
+    for transport in transports(backends):
+        transport.cut(addresses)
+
+
 def abort(groups: list[ProcessGroup], backends: Iterable[str], addresses: Sequence[bytes]) -> bool:
     """Cut the connections of groups and abort them. Not collective; waits at most :data:`ABORT_TIMEOUT`.
 
@@ -53,11 +64,10 @@ def abort(groups: list[ProcessGroup], backends: Iterable[str], addresses: Sequen
     Returns:
         Whether the backends returned in time.
     """
-    doomed, cutters = list(groups), transports(backends)
+    doomed, names = list(groups), list(backends)
 
     def run() -> None:
-        for transport in cutters:
-            transport.cut(addresses)
+        cut(names, addresses)
         for problem in c10d.abort_groups(doomed):
             logger.debug("abort of a group: %s", problem)
         doomed.clear()

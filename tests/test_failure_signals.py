@@ -1,5 +1,6 @@
 """Ranks that are told to end, or are ended: SystemExit, Ctrl-C, SIGTERM and SIGKILL (F28)."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -66,19 +67,25 @@ def test_f28_sigterm_ends_the_run_on_every_rank_within_a_step(hit, tmp_path):
     assert issubclass(SIGTERMException, SystemExit)
 
 
-def test_sigkill_of_a_rank_wakes_the_other():
+@pytest.mark.parametrize(("size", "killed"), [(2, 1), (4, 2)])
+def test_sigkill_of_a_rank_wakes_the_others(size, killed):
+    """It can tell nothing, so the others look who is gone."""
+    died = multiprocessing.get_context("fork").Value("d")
+
     def job(rank):
         class Die(Callback):
             def on_train_batch_start(self, *args):
-                if rank == 1:
+                if rank == killed:
+                    died.value = time.monotonic()
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        return attempt(PGroupDDPStrategy(timeout=30), callbacks=[Die()])
+        return attempt(PGroupDDPStrategy(timeout=30), devices=size, callbacks=[Die()])
 
-    start = time.monotonic()
-    ended = run_ranks(job, expect_death={1}, deadline=30)[0]
-    assert ended["kind"] == "RuntimeError"
-    assert ended["at"] - start < 10
+    for rank, ended in enumerate(run_ranks(job, size=size, expect_death={killed}, deadline=30)):
+        if rank != killed:
+            assert ended["kind"] == "RuntimeError"
+            assert ended["at"] - died.value < PATIENCE
+            assert f"Nothing was heard from rank {killed}: it was killed, has ended" in ended["notes"][0]
 
 
 def test_sigkill_of_the_host_of_the_store_wakes_the_other():
@@ -91,8 +98,9 @@ def test_sigkill_of_the_host_of_the_store_wakes_the_other():
         ended = attempt(PGroupDDPStrategy(timeout=30), callbacks=[Die()])
         start = time.monotonic()
         later = attempt(PGroupDDPStrategy(timeout=30))
-        return ended["kind"], later["kind"], time.monotonic() - start
+        return ended, later["kind"], time.monotonic() - start
 
-    kind, later, took = run_ranks(job, expect_death={0}, deadline=40, check_leaks=False)[1]
-    assert (kind, later) == ("RuntimeError", "StoreLostError")
+    ended, later, took = run_ranks(job, expect_death={0}, deadline=40, check_leaks=False)[1]
+    assert (ended["kind"], later) == ("RuntimeError", "StoreLostError")
+    assert "the process that hosts it, rank 0 or the launcher, has ended" in ended["notes"][0]
     assert took < 5
