@@ -186,16 +186,17 @@ class _Host:
         start = time.monotonic()
         pause = threading.Event()
         while self._store.add(f"{self._token}/confirmed", 0) < self._hello.size - 1:
-            self._answer_new_hellos()
+            count = self._store.add("hellos", 0)
+            # Before any answer: a rank that was refused may have come again, and is not to be refused twice for one attempt.
             if self._refused and self._store.check([f"{self._token}/refused"]):
                 why = json.loads(self._store.get(f"{self._token}/refused"))
                 raise RanksDisagreeError(f"Rank 0 of {self._hello.size} can not start at {self._where}: {why}.")
+            self._answer_hellos(count)
             if time.monotonic() - start > self._timeout.total_seconds():
                 raise self._late(time.monotonic() - start)
             pause.wait(_POLL)
 
-    def _answer_new_hellos(self) -> None:
-        count = self._store.add("hellos", 0)
+    def _answer_hellos(self, count: int) -> None:
         self._open.update(range(self._next, count + 1))
         self._next = max(self._next, count + 1)
         for number in sorted(self._open):

@@ -4,11 +4,12 @@ It is the user's own, or the main address of the cluster environment in the same
 """
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlparse
 
-from torch.distributed import FileStore, Store, is_torchelastic_launched
+from torch.distributed import DistError, FileStore, Store, is_torchelastic_launched
 
 from lightning_pgroup.errors import StoreLostError
 from lightning_pgroup.main_address import host_at, reach_at
@@ -16,6 +17,11 @@ from lightning_pgroup.store import Endpoint
 
 AGENT_PATIENCE = timedelta(seconds=2)
 """How long to wait while nothing listens at the address of torchrun's agent, which listens before it starts a rank."""
+
+HOST_PATIENCE = timedelta(seconds=2)
+"""How long to wait in a store for the word of rank 0 that it is its own, before that is looked for anew."""
+
+_HOSTED = "lightning_pgroup/hosted"
 
 _NOT_OF_TORCHRUN = (
     "The environment says that torchrun started this process, whose agent hosts the store: it has ended. If torchrun did not"
@@ -73,8 +79,30 @@ def launcher_store(init_method: str, rank: int, world_size: int, timeout: timede
     if _is_of_agent(endpoint):
         return reach_at(endpoint, rank, world_size, timeout, patience=AGENT_PATIENCE, hint=_NOT_OF_TORCHRUN)
     if rank == 0:
-        return host_at(endpoint, world_size, timeout, nodes)
-    return reach_at(endpoint, rank, world_size, timeout)
+        hosted = host_at(endpoint, world_size, timeout, nodes)
+        hosted.set(_HOSTED, "by rank 0")
+        return hosted
+    return _reach_rank_0(endpoint, rank, world_size, timeout)
+
+
+def _reach_rank_0(endpoint: Endpoint, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Connect to the store of rank 0, and not to one that is about to end, as of a group that the user had at this address."""
+    start = time.monotonic()
+    while True:
+        left = max(timeout - timedelta(seconds=time.monotonic() - start), timedelta(milliseconds=1))
+        store = reach_at(endpoint, rank, world_size, left)
+        try:
+            store.wait([_HOSTED], min(left, HOST_PATIENCE))
+        except DistError as error:
+            if time.monotonic() - start < timeout.total_seconds():
+                continue
+            raise StoreLostError(
+                f"Rank {rank} of {world_size} waited {time.monotonic() - start:.1f} s of {timeout.total_seconds():.1f} s for"
+                f" the store in which the ranks meet, at {endpoint}, but the store there is not that of rank 0: look for its"
+                " own error, or for another address that it was given."
+            ) from error
+        store.set_timeout(timeout)
+        return store
 
 
 def _endpoint(init_method: str) -> Endpoint | None:

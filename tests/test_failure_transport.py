@@ -139,7 +139,9 @@ def test_f30_a_strangers_connections_and_all_listening_sockets_are_left_alone():
             one.close()
         return ended["kind"], heard, shut_down_connections([b"no address at all"])
 
-    assert run_ranks(job) == [("RuntimeError", b"still here", 0), ("Boom", b"still here", 0)]
+    (zero, *rest), one = run_ranks(job)
+    assert zero in ("RuntimeError", "RendezvousAbandonedError"), "in the collective, or still in the creation"
+    assert (rest, one) == ([b"still here", 0], ("Boom", b"still here", 0))
 
 
 def test_f30_ipv6_addresses_are_recognised():

@@ -55,7 +55,7 @@ def test_a_thousand_stages_leave_no_trace():
         first, half, last = marks[10], marks[STAGES // 2], marks[STAGES]
         for name in first:
             if name not in ("memory", "keys"):
-                assert last[name] == first[name], (name, marks)
+                assert last[name] <= first[name], (name, marks)
         assert last["keys"] <= first["keys"] + 2, marks  # the peer may have gone on to the next round by one or two keys
         # The allocator settles in the first stages; what a leak of one group per stage would cost is 100 times as much.
         assert last["memory"] - half["memory"] < 2 << 20, marks
