@@ -21,6 +21,9 @@ from datetime import timedelta
 _NUMBER = 8
 _ADDRESS = 128 + _NUMBER
 
+_LONGEST_NAME = 255
+_LARGEST_PAIR = 1 << 31
+
 
 @dataclass(frozen=True, slots=True)
 class RankAddress:
@@ -40,10 +43,21 @@ class RankAddress:
 
 
 def parse(value: bytes) -> RankAddress | None:
-    """Read a value of gloo's in the store; ``None`` if it has another form."""
+    """Read a value of gloo's in the store; ``None`` if it has another form.
+
+    Whoever can write to the store can so make a rank call an address of his choice, as gloo does anyhow. A call of ours brings
+    8 bytes, of which he chooses half: the numbers of pairs, which gloo counts from 0, are small.
+    """
     name, rest = _counted(value)
     address, rest = _counted(rest)
-    if name is None or address is None or len(address) != _ADDRESS or not rest or len(rest) % _NUMBER:
+    if (
+        name is None
+        or address is None
+        or len(address) != _ADDRESS
+        or not rest
+        or len(rest) % _NUMBER
+        or len(name) > _LONGEST_NAME
+    ):
         return None
     family = int.from_bytes(address[:2], sys.byteorder)
     port = int.from_bytes(address[2:4], "big")
@@ -54,7 +68,7 @@ def parse(value: bytes) -> RankAddress | None:
     else:
         return None
     pairs = tuple(int.from_bytes(rest[at : at + _NUMBER], sys.byteorder) for at in range(0, len(rest), _NUMBER))
-    return RankAddress(family, host, port, pairs)
+    return RankAddress(family, host, port, pairs) if max(pairs) < _LARGEST_PAIR else None
 
 
 def call_and_hang_up(calls: Iterable[tuple[RankAddress, int]], timeout: timedelta) -> int:
@@ -72,7 +86,8 @@ def call_and_hang_up(calls: Iterable[tuple[RankAddress, int]], timeout: timedelt
         for peer, rank in calls:
             line = socket.socket(peer.family, socket.SOCK_STREAM)
             line.setblocking(False)
-            line.connect_ex((peer.host, peer.port))
+            with contextlib.suppress(OSError):  # no address at all
+                line.connect_ex((peer.host, peer.port))
             selector.register(line, selectors.EVENT_WRITE, peer.pairs[rank].to_bytes(_NUMBER, sys.byteorder))
         while selector.get_map() and time.monotonic() < deadline:
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):

@@ -122,7 +122,11 @@ def delete_below(store: Store, prefix: str, choose: Callable[[str], bool] = lamb
         return 0
     # A prefix store puts a slash behind its prefix, so that "gen" stands for all keys that start with "gen/".
     below = PrefixStore(prefix, store)
-    keys = [key for key in below.list_keys() if choose(key)]
+    try:
+        keys = [key for key in below.list_keys() if choose(key)]
+    except UnicodeDecodeError as error:  # a key that no rank has set; then none is deleted
+        logger.debug("can not list the keys of the store: %s", error)
+        return 0
     for key in keys:
         below.delete_key(key)
     return len(keys)
