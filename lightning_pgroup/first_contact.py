@@ -184,7 +184,8 @@ class _Host:
         self._where = where
         self._token = uuid.uuid4().hex
         answered = store.get("answered") if store.check(["answered"]) else b"0"
-        self._next = 1 + (payload.if_readable(lambda: payload.read_number(answered, "answered")) or 0)
+        number = payload.if_readable(lambda: payload.read_number(answered, "answered")) or 0
+        self._next = 1 + (number if number <= store.add("hellos", 0) else 0)
         self._open: set[int] = set()
         self._keys: list[str] = []
         self._seen: dict[int, Hello] = {}

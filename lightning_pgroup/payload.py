@@ -4,6 +4,7 @@ PyTorch's store has no password: whoever reaches it can write there, by mistake 
 form is checked, and no value is ever unpickled or evaluated. What is only for messages is left out if it can not be read.
 """
 
+import functools
 import json
 import logging
 import math
@@ -45,7 +46,7 @@ def read(value: bytes | str, key: str, shape: type[_Shape], limit: int = LIMIT) 
 
 def fill(parsed: object, key: str, shape: type[_Shape]) -> _Shape:
     """The same for an object that was part of a value that is parsed already."""
-    hints = get_type_hints(shape)
+    hints = _hints(shape)  # type: ignore[arg-type]  # a class can be hashed
     expected = f"an object with {', '.join(hints)}"
     if not isinstance(parsed, dict):
         raise garbled(key, expected, parsed)
@@ -125,6 +126,11 @@ def garbled(key: str, expected: str, found: object) -> GarbledStoreError:
 def clean(text: str) -> str:
     """The text without what could move a cursor or can not be encoded, for terminals and logs."""
     return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+@functools.cache
+def _hints(shape: type) -> dict[str, Any]:
+    return get_type_hints(shape)
 
 
 def _finite(text: str) -> float:

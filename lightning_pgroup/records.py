@@ -68,7 +68,8 @@ class LifecycleEvent:
     def all_from_json(cls, text: str) -> "list[LifecycleEvent]":
         """Rebuild the records that a worker has left, as far as they can be read."""
         listed = payload.if_readable(lambda: payload.parse(text, _LEFT, _LEFT_LIMIT))
-        found = [payload.if_readable(lambda one=one: payload.fill(one, _LEFT, cls)) for one in listed or ()]  # type: ignore[misc]
+        each = listed if isinstance(listed, list) else []
+        found = [payload.if_readable(lambda one=one: payload.fill(one, _LEFT, cls)) for one in each]  # type: ignore[misc]
         return [record for record in found if record is not None]
 
     def log(self) -> None:
