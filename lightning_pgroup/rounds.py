@@ -29,7 +29,7 @@ from torch.distributed import Store
 
 from lightning_pgroup import payload
 from lightning_pgroup.bounded import run_bounded
-from lightning_pgroup.errors import RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.errors import GarbledStoreError, RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
 from lightning_pgroup.introduction import Introduction, Said
 from lightning_pgroup.key_waiter import KeyWaiter
 
@@ -209,7 +209,8 @@ class Rounds:
 
         def publish() -> None:
             outcome["silent"] = False
-            outcome.update(self._publish(key, {"abandoned": self._rank, "why": why}))
+            with contextlib.suppress(GarbledStoreError):  # whoever reads that gives up too
+                outcome.update(self._publish(key, {"abandoned": self._rank, "why": why}))
 
         run_bounded(publish, _ANSWER_TIMEOUT, "give-up")
         if self._thread is not None:

@@ -21,6 +21,7 @@ from torch.distributed import HashStore
 
 from lightning_pgroup import GarbledStoreError, PGroupDDPStrategy, PGroupError, StoreLostError, failure, payload
 from lightning_pgroup.agreement import Decision, Report
+from lightning_pgroup.descriptors import ROOM, make_room
 from lightning_pgroup.failure import FailureRecord
 from lightning_pgroup.first_contact import Hello, meet
 from lightning_pgroup.gloo_wire import RankAddress, call_and_hang_up, parse
@@ -30,13 +31,13 @@ from lightning_pgroup.monitor import FailureMonitor
 from lightning_pgroup.process_state import process_state
 from lightning_pgroup.records import LifecycleEvent
 from lightning_pgroup.rounds import Rounds
-from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, delete_below, listen
+from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, delete_below, host_store, listen
 from lightning_pgroup.team import Invitation, Team
 from lightning_pgroup.watched_store import WatchedStore
 from tests.models import TinyData, TinyModel, make_trainer
 from tests.ranks import run_ranks
 
-PATIENCE = 2.0  # the rendezvous timeout of the runs here
+PATIENCE = 10.0  # the rendezvous timeout of the runs here
 LONG = timedelta(seconds=20)
 PROOF = Path(tempfile.gettempdir()) / f"lightning-pgroup-unpickled-{os.getpid()}"
 
@@ -101,7 +102,9 @@ def in_new_runs(cases, write, *, size=2):
             run = Invitation(run=f"run{number}", size=size, host=first.host, port=first.port, highest=0)
             state.membership.join(run)
             if rank == 0:
-                write(stranger_of(run), case, state.lifecycle.highest_generation + 1)
+                store = stranger_of(run)
+                write(store, case, state.lifecycle.highest_generation + 1)
+                store.check(["x"])  # the store does not answer when a key is set
             barrier.wait(30)
             error, took = fit()
             found[name] = (None if error is None else type(error), str(error or ""), took)
@@ -298,16 +301,17 @@ BEHAVIOUR = {
 
 @pytest.mark.parametrize("name", BEHAVIOUR)
 def test_a_stranger_that_connects_does_not_stop_a_run(name):
+    """The ranks have the usual soft limit of 1,024 descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 2_000:
+    if hard != resource.RLIM_INFINITY and hard < ROOM:
         pytest.skip(f"the system allows a process {hard} descriptors, too few for a thousand connections")
     barrier = multiprocessing.get_context("fork").Barrier(2)
     with stranger(BEHAVIOUR[name]) as meet_it:
 
         def job(rank):
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2_000), hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1_024, hard))
             if rank == 0:
+                make_room()  # as hosting a store does; the ranks of these tests host it before they can set the limit
                 meet_it(process_state().membership.invitation.port)
             barrier.wait(30)
             return [fit() for _ in range(2)]
@@ -496,6 +500,20 @@ def test_a_rank_that_waits_does_not_stumble_over_where_another_was_last_seen(nam
         rounds.run({"stage": "fit"}, lambda said: "", timedelta(seconds=0.1))
 
 
+@pytest.mark.parametrize("name", GARBAGE)
+def test_a_rank_that_gives_up_amid_garbage_leaves_no_thread(name):
+    store = HashStore()
+    rounds = Rounds(store, 0, 2)
+
+    def write():
+        store.set("round/1/outcome", GARBAGE[name])
+        raise KeyboardInterrupt
+
+    with pytest.raises((KeyboardInterrupt, GarbledStoreError)):
+        rounds.run({"stage": "fit"}, lambda said: "", LONG, check_peers=write)
+    assert "lightning-pgroup-round" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_what_is_said_can_not_move_the_cursor():
     store = HashStore()
     rounds = Rounds(store, 0, 2)
@@ -564,3 +582,21 @@ def test_a_key_that_is_no_text_is_no_reason_to_fail():
     store = HashStore()
     store.set(b"gen/\xff", "x")
     assert delete_below(store, "gen") == 0
+
+
+def test_the_host_of_a_store_has_room_for_strangers():
+    def job(rank):
+        found = []
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for soft in (1_024, ROOM + 1):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard), hard))
+            store = host_store(listen(LOOPBACK), LONG)
+            found.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+            del store
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+        make_room()
+        return hard, [*found, resource.getrlimit(resource.RLIMIT_NOFILE)]
+
+    ((hard, found),) = run_ranks(job, size=1)
+    limit = float("inf") if hard == resource.RLIM_INFINITY else hard
+    assert found == [(min(ROOM, limit), hard), (min(ROOM + 1, limit), hard), (200, 200)]
