@@ -2,6 +2,7 @@
 
 from lightning_pgroup.__about__ import __version__
 from lightning_pgroup.errors import (
+    GarbledStoreError,
     GroupLostError,
     GroupMismatchError,
     PGroupError,
@@ -17,6 +18,7 @@ from lightning_pgroup.registry import register_strategies
 from lightning_pgroup.strategy import PGroupDDPStrategy
 
 __all__ = [
+    "GarbledStoreError",
     "GroupLostError",
     "GroupMismatchError",
     "LifecycleEvent",

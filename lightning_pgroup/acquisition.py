@@ -7,12 +7,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store
 
-from lightning_pgroup import agreement, records
+from lightning_pgroup import agreement, payload, records
 from lightning_pgroup.agreement import Decision, Report
 from lightning_pgroup.backends import wait_in_store
 from lightning_pgroup.claim import GroupRequest, Stage
 from lightning_pgroup.custody import Custody
-from lightning_pgroup.errors import GroupMismatchError, RanksDisagreeError, StoreLostError, WorldSizeError
+from lightning_pgroup.errors import GarbledStoreError, GroupMismatchError, RanksDisagreeError, StoreLostError, WorldSizeError
 from lightning_pgroup.gloo_interface import GlooInterface
 from lightning_pgroup.group import OwnedGroup, create_group, discard_unfinished
 from lightning_pgroup.membership import Membership
@@ -45,7 +45,7 @@ class Acquisition:
         Raises:
             PGroupError: The ranks did not come, do not agree, or there are not as many as the stage asks for.
         """
-        clock = time.perf_counter()
+        clock, place = time.perf_counter(), request.place
         self._custody.drop_inherited()
         if self._custody.ownership() is Ownership.FOREIGN and not self._membership.is_known(request.place):
             stage.met = True
@@ -57,10 +57,13 @@ class Acquisition:
             self._agree_in(team, report, stage, request, clock)
         except dist.DistError as error:
             raise StoreLostError(
-                f"Rank {request.place.rank} of {request.place.size} can not start {stage.name!r}: it does not reach the store"
-                f" in which the ranks meet ({self._membership.describe(request.place)}). The process that hosts it, rank 0 or"
-                f" the launcher, has ended or never started: look for its own error. Torch says: {error}"
+                f"Rank {place.rank} of {place.size} can not start {stage.name!r}: it does not reach the store"
+                f" in which the ranks meet ({self._membership.describe(place)}). The process that hosts it, rank 0 or"
+                f" the launcher, has ended or never started: look for its own error. If it lives, another program may have"
+                f" written to the store: see docs/security.md. Torch says: {error}"
             ) from error
+        except GarbledStoreError as error:
+            raise GarbledStoreError(f"Rank {place.rank} of {place.size} can not start {stage.name!r}: {error}") from error
 
     def _join(self, stage: Stage, request: GroupRequest) -> Team:
         try:
@@ -74,12 +77,12 @@ class Acquisition:
         round_before = team.rounds.number
         try:
             text = self._meet(team, report, request.place.timeout)
-            self._carry_out(Decision.from_json(text), team, stage, request, time.perf_counter() - clock)
+            self._carry_out(_checked(text, report), team, stage, request, time.perf_counter() - clock)
         except BaseException as error:
             if team.rounds.number > round_before and not stage.failure:
                 # An interrupt can come when the others have heard the answer already, and act by it.
                 answer = team.rounds.settle(describe(error))
-                decision = None if answer is None else Decision.from_json(answer)
+                decision = None if answer is None else payload.if_readable(lambda: Decision.from_json(answer))
                 if decision is not None and decision.action in (agreement.CREATE, agreement.REUSE):
                     self._custody.highest = max(self._custody.highest, decision.generation)
                     self._notices.tell(stage, error, _HOOK, team, decision.generation)
@@ -117,7 +120,7 @@ class Acquisition:
         """Let all ranks decide; returns the decision as JSON."""
 
         def answer(said: list[dict[str, Any]]) -> str:
-            decision = agreement.decide([Report.from_payload(one) for one in said])
+            decision = agreement.decide([Report.from_payload(one, f"rank/{rank}") for rank, one in enumerate(said)])
             if decision.action == agreement.CREATE:
                 team.announce(decision.generation)
             return decision.to_json()
@@ -231,3 +234,12 @@ class Acquisition:
                 backend,
             )
         self._custody.record_foreign(why, stage, rank, size, backend)
+
+
+def _checked(text: str, report: Report) -> Decision:
+    """Read the decision of the ranks; refuses to use a group that this one has not reported."""
+    decision = Decision.from_json(text)
+    reuse, adopt = decision.action == agreement.REUSE, decision.action == agreement.ADOPT
+    if (reuse and not 0 < decision.generation == report.generation) or (adopt and not report.foreign):
+        raise payload.garbled("round/<r>/outcome", "a decision of the ranks", text)
+    return decision

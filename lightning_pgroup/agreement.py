@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_pgroup import payload
 from lightning_pgroup.policy import OnMismatch
 
 REUSE = "reuse"
@@ -51,9 +52,16 @@ class Report:
         return asdict(self)
 
     @classmethod
-    def from_payload(cls, payload: dict[str, Any]) -> "Report":
-        """Rebuild a report that came through the store."""
-        return cls(**{**payload, "differences": tuple(payload["differences"])})
+    def from_payload(cls, said: dict[str, Any], key: str = "rank/<k>") -> "Report":
+        """Rebuild a report that came through the store, under ``key``.
+
+        Raises:
+            GarbledStoreError: It is none.
+        """
+        report = payload.fill(said, key, cls)
+        if report.on_mismatch not in [one.value for one in OnMismatch]:
+            raise payload.garbled(key, "a choice of `on_mismatch`", report.on_mismatch)
+        return report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +86,16 @@ class Decision:
 
     @classmethod
     def from_json(cls, text: str) -> "Decision":
-        """Rebuild a decision that came through the store."""
-        return cls(**json.loads(text))
+        """Rebuild a decision that came through the store.
+
+        Raises:
+            GarbledStoreError: It is none.
+        """
+        key = "round/<r>/outcome"
+        decision = payload.read(text, key, cls)
+        if decision.action not in (REUSE, CREATE, ADOPT, REFUSE) or (decision.action == CREATE and decision.generation == 0):
+            raise payload.garbled(key, "a decision of the ranks", text)
+        return decision
 
 
 def decide(reports: Sequence[Report]) -> Decision:

@@ -22,6 +22,10 @@ class StoreLostError(PGroupError):
     """The store in which the ranks meet can not be reached, most likely because the process that hosts it has ended."""
 
 
+class GarbledStoreError(PGroupError):
+    """The store in which the ranks meet has a value that no rank of this package wrote: another program writes there."""
+
+
 class RanksDisagreeError(PGroupError):
     """The ranks came to one rendezvous with requests that do not fit together. Raised on all ranks alike."""
 

@@ -9,6 +9,8 @@ from datetime import datetime
 
 from torch.distributed import Store
 
+from lightning_pgroup import payload
+
 MAX_MESSAGE = 2_000
 """Length at which the message of an exception is cut."""
 
@@ -79,17 +81,26 @@ class FailureRecord:
 
 
 def publish(store: Store, record: FailureRecord) -> FailureRecord:
-    """Leave the record of a failure for all ranks, unless one is there already. One operation.
+    """Leave the record of a failure for all ranks, unless one is there already. One operation, two if there is garbage.
 
     Returns:
         The first record of that generation.
     """
-    return _load(store.compare_set(key(record.generation), "", json.dumps(asdict(record))))
+    where, mine = key(record.generation), json.dumps(asdict(record))
+    found = store.compare_set(where, "", mine)
+    first = _load(where, found)
+    if first is None:
+        first = _load(where, store.compare_set(where, found, mine))  # type: ignore[arg-type]  # torch takes bytes too
+    return first or record
 
 
 def read(store: Store, generation: int) -> FailureRecord | None:
-    """The first failure of a generation, if there was one. At most two operations, never waits."""
-    return _load(store.get(key(generation))) if store.check([key(generation)]) else None
+    """The first failure of a generation, if there was one. At most two operations, never waits.
+
+    What can not be read is no failure: it is left out, and replaced by the first record.
+    """
+    where = key(generation)
+    return _load(where, store.get(where)) if store.check([where]) else None
 
 
 def sign_in(store: Store, generation: int, rank: int) -> None:
@@ -112,6 +123,5 @@ def key(generation: int) -> str:
     return f"{PREFIX}/{generation}"
 
 
-def _load(value: bytes) -> FailureRecord:
-    loaded = json.loads(value)
-    return FailureRecord(**{**loaded, "silent": tuple(loaded["silent"])})
+def _load(where: str, value: bytes) -> FailureRecord | None:
+    return payload.if_readable(lambda: payload.read(value, where, FailureRecord))

@@ -22,16 +22,18 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypedDict
 
 from torch.distributed import Store
 
+from lightning_pgroup import payload
 from lightning_pgroup.errors import RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.rounds import describe
@@ -40,6 +42,10 @@ from lightning_pgroup.store import delete_below
 logger = logging.getLogger(__name__)
 
 _POLL = 0.01
+_NAME = re.compile("[0-9a-f]{32}")
+
+_FORGOTTEN = 1_000
+"""How many numbers rank 0 looks at, beyond those of ten attempts: a counter that a stranger has set must not keep it busy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +79,14 @@ class Hello:
         return f"rank {self.rank}, pid {self.pid} on {self.host}"
 
 
+class Answer(TypedDict):
+    """What rank 0 answers to a hello."""
+
+    token: str
+    attempt: int | None
+    refused: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contact:
     """What the ranks have agreed on.
@@ -100,6 +114,7 @@ def meet(store: Store, waiter: KeyWaiter, hello: Hello, timeout: timedelta, wher
         RendezvousTimeoutError: Not all ranks came; the message names them.
         RanksDisagreeError: A rank was told another number of ranks.
         RendezvousAbandonedError: Another rank has given up.
+        GarbledStoreError: Another program has written to the store.
     """
     if hello.rank == 0:
         return _Host(store, hello, timeout, where).meet()
@@ -121,8 +136,11 @@ class _Guest:
         hello = self._hello
         number = self._store.add("hellos", 1)
         self._store.set(f"hello/{number}", json.dumps(asdict(hello)))
-        answer = _load(self._wait(f"answer/{hello.nonce}"))
-        token = str(answer["token"])
+        key = f"answer/{hello.nonce}"
+        answer = payload.read(self._wait(key), key, Answer)
+        token = answer["token"]
+        if not _NAME.fullmatch(token):
+            raise payload.garbled(key, "a token", token)
         if answer["refused"]:
             self._store.set(f"{token}/refused", json.dumps(answer["refused"]))
             raise RanksDisagreeError(
@@ -130,7 +148,7 @@ class _Guest:
             )
         self._store.set(f"{token}/confirmed/{hello.rank}", "1")
         self._store.add(f"{token}/confirmed", 1)
-        why = json.loads(self._wait(f"{token}/go"))
+        why = payload.read_text(self._wait(f"{token}/go"), f"{token}/go")
         if why:
             raise RendezvousAbandonedError(
                 f"Rank {hello.rank} of {hello.size} gives up the first contact at {self._where}: {why}"
@@ -165,7 +183,9 @@ class _Host:
         self._timeout = timeout
         self._where = where
         self._token = uuid.uuid4().hex
-        self._next = 1 + (int(store.get("answered")) if store.check(["answered"]) else 0)
+        answered = store.get("answered") if store.check(["answered"]) else b"0"
+        number = payload.if_readable(lambda: payload.read_number(answered, "answered")) or 0
+        self._next = 1 + (number if number <= store.add("hellos", 0) else 0)
         self._open: set[int] = set()
         self._keys: list[str] = []
         self._seen: dict[int, Hello] = {}
@@ -189,7 +209,7 @@ class _Host:
             count = self._store.add("hellos", 0)
             # Before any answer: a rank that was refused may have come again, and is not to be refused twice for one attempt.
             if self._refused and self._store.check([f"{self._token}/refused"]):
-                why = json.loads(self._store.get(f"{self._token}/refused"))
+                why = payload.read_text(self._store.get(f"{self._token}/refused"), f"{self._token}/refused")
                 raise RanksDisagreeError(f"Rank 0 of {self._hello.size} can not start at {self._where}: {why}.")
             self._answer_hellos(count)
             if time.monotonic() - start > self._timeout.total_seconds():
@@ -197,19 +217,23 @@ class _Host:
             pause.wait(_POLL)
 
     def _answer_hellos(self, count: int) -> None:
+        self._next = max(self._next, count - _FORGOTTEN - 10 * self._hello.size)
         self._open.update(range(self._next, count + 1))
         self._next = max(self._next, count + 1)
         for number in sorted(self._open):
             key = f"hello/{number}"
             if self._store.check([key]):  # or its rank has just drawn the number, or died with it
-                hello = Hello(**_load(self._store.get(key)))
+                self._open.discard(number)
+                value = self._store.get(key)
+                hello = payload.if_readable(lambda value=value, key=key: _hello(value, key))  # type: ignore[misc]
+                if hello is None:
+                    continue
                 refused = self._misfit(hello)
                 answer = {"token": self._token, "attempt": self._hello.attempt, "refused": refused}
                 self._store.set(f"answer/{hello.nonce}", json.dumps(answer))
                 self._seen[hello.rank] = hello
                 self._refused = self._refused or refused
                 self._keys += [key, f"answer/{hello.nonce}"]
-                self._open.discard(number)
 
     def _misfit(self, hello: Hello) -> str:
         mine = self._hello
@@ -238,15 +262,17 @@ class _Host:
         """Delete what nobody will read again: the hellos and their answers, and all keys of the attempt before this one."""
         store = self._store
         store.set("answered", str(self._next - 1))
-        before = store.get("latest").decode() if store.check(["latest"]) else ""
+        before = store.get("latest").decode(errors="replace") if store.check(["latest"]) else ""
         store.set("latest", self._token)
         for key in self._keys:
             store.delete_key(key)
-        if before:
+        if _NAME.fullmatch(before):  # it names what is deleted
             logger.info("the store at %s was used before, by an attempt that has ended; its keys are deleted", self._where)
             delete_below(store, before)
 
 
-def _load(value: bytes) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(value)
-    return loaded
+def _hello(value: bytes, key: str) -> Hello:
+    hello = payload.read(value, key, Hello)
+    if not _NAME.fullmatch(hello.nonce):
+        raise payload.garbled(key, "a hello with a nonce", value)
+    return hello

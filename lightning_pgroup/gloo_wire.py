@@ -14,15 +14,15 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 _NUMBER = 8
 _ADDRESS = 128 + _NUMBER
 
-_T = TypeVar("_T")
+_LONGEST_NAME = 255
+_LARGEST_PAIR = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,21 @@ class RankAddress:
 
 
 def parse(value: bytes) -> RankAddress | None:
-    """Read a value of gloo's in the store; ``None`` if it has another form."""
+    """Read a value of gloo's in the store; ``None`` if it has another form.
+
+    Whoever can write to the store can so make a rank call an address of his choice, as gloo does anyhow. A call of ours brings
+    8 bytes, of which he chooses half: the numbers of pairs, which gloo counts from 0, are small.
+    """
     name, rest = _counted(value)
     address, rest = _counted(rest)
-    if name is None or address is None or len(address) != _ADDRESS or not rest or len(rest) % _NUMBER:
+    if (
+        name is None
+        or address is None
+        or len(address) != _ADDRESS
+        or not rest
+        or len(rest) % _NUMBER
+        or len(name) > _LONGEST_NAME
+    ):
         return None
     family = int.from_bytes(address[:2], sys.byteorder)
     port = int.from_bytes(address[2:4], "big")
@@ -57,7 +68,7 @@ def parse(value: bytes) -> RankAddress | None:
     else:
         return None
     pairs = tuple(int.from_bytes(rest[at : at + _NUMBER], sys.byteorder) for at in range(0, len(rest), _NUMBER))
-    return RankAddress(family, host, port, pairs)
+    return RankAddress(family, host, port, pairs) if max(pairs) < _LARGEST_PAIR else None
 
 
 def call_and_hang_up(calls: Iterable[tuple[RankAddress, int]], timeout: timedelta) -> int:
@@ -70,27 +81,23 @@ def call_and_hang_up(calls: Iterable[tuple[RankAddress, int]], timeout: timedelt
     Returns:
         How many were reached.
     """
-    reached = 0
-    numbered = ((peer, peer.pairs[rank].to_bytes(_NUMBER, sys.byteorder)) for peer, rank in calls)
-    for line, number in _connect(numbered, timeout):
-        with contextlib.suppress(OSError):  # nobody listens there any more, so that nobody waits there either
-            reached += line.send(number) == _NUMBER
-    return reached
-
-
-def _connect(peers: Iterable[tuple[RankAddress, _T]], timeout: timedelta) -> Iterator[tuple[socket.socket, _T]]:
-    """Connect to peers, all at once; yields a connection, with what belongs to it, as soon as it stands or has failed."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    with contextlib.ExitStack() as lines, selectors.DefaultSelector() as selector:
-        for peer, what in peers:
-            line = lines.enter_context(socket.socket(peer.family, socket.SOCK_STREAM))
+    reached, deadline = 0, time.monotonic() + timeout.total_seconds()
+    with selectors.DefaultSelector() as selector:
+        for peer, rank in calls:
+            line = socket.socket(peer.family, socket.SOCK_STREAM)
             line.setblocking(False)
-            line.connect_ex((peer.host, peer.port))
-            selector.register(line, selectors.EVENT_WRITE, (line, what))
+            with contextlib.suppress(OSError):  # no address at all
+                line.connect_ex((peer.host, peer.port))
+            selector.register(line, selectors.EVENT_WRITE, peer.pairs[rank].to_bytes(_NUMBER, sys.byteorder))
         while selector.get_map() and time.monotonic() < deadline:
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                selector.unregister(key.fileobj)
-                yield key.data
+                line = key.fileobj  # type: ignore[assignment]
+                selector.unregister(line)
+                with line, contextlib.suppress(OSError):  # nobody listens there any more, so that nobody waits there either
+                    reached += line.send(key.data) == _NUMBER
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+    return reached
 
 
 def _counted(value: bytes) -> tuple[bytes | None, bytes]:

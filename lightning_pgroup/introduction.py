@@ -8,11 +8,35 @@ import json
 import os
 import socket
 import uuid
-from typing import Any
+from typing import Any, TypedDict
 
 from torch.distributed import Store
 
+from lightning_pgroup import payload
 from lightning_pgroup.__about__ import __version__
+
+
+class Said(TypedDict):
+    """What stands under ``rank/<k>``."""
+
+    who: str
+    host: str
+    pid: int
+    round: int
+    left: bool
+    time: float
+    said: dict[str, Any]
+
+
+class Terms(TypedDict):
+    """What stands under ``terms``."""
+
+    size: int
+    version: str
+    rank: int
+    who: str
+    host: str
+    pid: int
 
 
 class Introduction:
@@ -33,11 +57,16 @@ class Introduction:
         self._is_known = self._is_agreed = False
 
     def check_rank(self) -> str:
-        """Take the place of this rank; returns, in words, who else has it, or nothing."""
+        """Take the place of this rank; returns, in words, who else has it, or nothing.
+
+        Raises:
+            GarbledStoreError: Something else than a rank has it.
+        """
         if self._is_known:
             return ""
         first = json.dumps({**self.me, "round": 0, "left": True, "time": 0.0, "said": {}})
-        other = json.loads(self._store.compare_set(f"rank/{self._rank}", "", first))
+        key = f"rank/{self._rank}"
+        other = payload.read(self._store.compare_set(key, "", first), key, Said)
         self._is_known = other["who"] == self.me["who"]
         if self._is_known:
             return ""
@@ -47,20 +76,23 @@ class Introduction:
         )
 
     def check_terms(self) -> str:
-        """Compare what this rank was told with what the first rank was; returns the differences in words, or nothing."""
+        """Compare what this rank was told with what the first rank was; returns the differences in words, or nothing.
+
+        Raises:
+            GarbledStoreError: What stands there is not from a rank.
+        """
         if self._is_agreed:
             return ""
-        mine = {"size": self._size, "version": __version__, "rank": self._rank, **self.me}
-        first = json.loads(self._store.compare_set("terms", "", json.dumps(mine)))
-        names = {"size": "number of ranks", "version": "version of lightning_pgroup"}
-        found = [
-            f"{names[key]} ({_by(first)}: {first.get(key)!r}; {_by(mine)}: {mine[key]!r})"
-            for key in names
-            if first.get(key) != mine[key]
-        ]
+        mine: Terms = {"size": self._size, "version": __version__, "rank": self._rank, **self.me}  # type: ignore[typeddict-item]
+        first = payload.read(self._store.compare_set("terms", "", json.dumps(mine)), "terms", Terms)
+        compared = (
+            ("number of ranks", first["size"], mine["size"]),
+            ("version of lightning_pgroup", first["version"], mine["version"]),
+        )
+        found = [f"{name} ({_by(first)}: {one!r}; {_by(mine)}: {other!r})" for name, one, other in compared if one != other]
         self._is_agreed = not found
         return f"the ranks differ in the {' and the '.join(found)}. Each must be given the same" if found else ""
 
 
-def _by(one: dict[str, Any]) -> str:
+def _by(one: Terms) -> str:
     return f"rank {one['rank']}, pid {one['pid']} on {one['host']}"

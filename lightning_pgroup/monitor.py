@@ -27,7 +27,7 @@ class FailureMonitor:
 
     def __init__(self, store: Store, generation: int, on_failure: Callable[[], None]) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
-        self._key = failure.key(generation)
+        self._key, self._generation = failure.key(generation), generation
         self._on_failure = on_failure
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning-pgroup-monitor", daemon=True)
@@ -42,7 +42,7 @@ class FailureMonitor:
     def _watch(self) -> None:
         while not self._stop.wait(INTERVAL):
             try:
-                failed = self._store.check([self._key])
+                failed = self._store.check([self._key]) and failure.read(self._store, self._generation) is not None
             except Exception as error:
                 logger.debug("the monitor ends, for the store is gone: %s", error)
                 return

@@ -53,7 +53,7 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
             if self._invitation is not None:
                 end = state.membership.close_run(self._invitation)
                 state.lifecycle.note_generation(end.highest)
-                claim.events.extend(LifecycleEvent.from_payload(one) for one in json.loads(end.records))
+                claim.events.extend(LifecycleEvent.all_from_json(end.records))
                 self._invitation = None
 
     @override

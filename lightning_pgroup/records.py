@@ -4,6 +4,8 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_pgroup import payload
+
 logger = logging.getLogger("lightning_pgroup")
 
 CREATED = "created"
@@ -13,6 +15,8 @@ DESTROYED = "destroyed"
 ABORTED = "aborted"
 LOST = "lost"
 
+_LEFT = "records/<rank>"
+_LEFT_LIMIT = 1 << 23
 _LEVELS = {ABORTED: logging.WARNING, LOST: logging.WARNING, REUSED: logging.DEBUG}
 
 
@@ -61,9 +65,12 @@ class LifecycleEvent:
         return asdict(self)
 
     @classmethod
-    def from_payload(cls, payload: dict[str, Any]) -> "LifecycleEvent":
-        """Rebuild a record that came as JSON."""
-        return cls(**{**payload, "policy": tuple(payload["policy"])})
+    def all_from_json(cls, text: str) -> "list[LifecycleEvent]":
+        """Rebuild the records that a worker has left, as far as they can be read."""
+        listed = payload.if_readable(lambda: payload.parse(text, _LEFT, _LEFT_LIMIT))
+        each = listed if isinstance(listed, list) else []
+        found = [payload.if_readable(lambda one=one: payload.fill(one, _LEFT, cls)) for one in each]  # type: ignore[misc]
+        return [record for record in found if record is not None]
 
     def log(self) -> None:
         """Write the record's one log line."""

@@ -23,13 +23,14 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 from torch.distributed import Store
 
+from lightning_pgroup import payload
 from lightning_pgroup.bounded import run_bounded
-from lightning_pgroup.errors import RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
-from lightning_pgroup.introduction import Introduction
+from lightning_pgroup.errors import GarbledStoreError, RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.introduction import Introduction, Said
 from lightning_pgroup.key_waiter import KeyWaiter
 
 _LIVENESS_PERIOD = 0.5
@@ -39,6 +40,16 @@ _DESCRIBED = 300
 
 Answer = Callable[[list[dict[str, Any]]], str]
 """Makes the outcome of a round from what the ranks said, in rank order. Runs on one rank only, the last to arrive."""
+
+
+class Outcome(TypedDict, total=False):
+    """How a round ended: with an answer, with a refusal, or abandoned by a rank, and why."""
+
+    answer: str
+    refused: str
+    abandoned: int
+    why: str
+    silent: bool
 
 
 class Rounds:
@@ -62,7 +73,7 @@ class Rounds:
         self._rank = rank
         self._size = size
         self.number = 0
-        self._outcome: dict[str, Any] | None = None
+        self._outcome: Outcome | None = None
         self._passed: list[int] = []
         self._waiter = waiter or KeyWaiter(store)
         self._thread: threading.Thread | None = None
@@ -90,6 +101,7 @@ class Rounds:
             RendezvousTimeoutError: Not all ranks came in time; the message names them.
             RendezvousAbandonedError: Another rank gave up this round, or failed before it came.
             RanksDisagreeError: The ranks were not told the same, or another process is this rank.
+            GarbledStoreError: Another program has written to the store.
         """
         start = time.monotonic()
         self._outcome = None
@@ -109,7 +121,7 @@ class Rounds:
                 f"Rank {self._rank} of {self._size} can not start {said.get('stage', '')!r}{self._at()}: {outcome['refused']}."
             )
         if outcome["abandoned"] == self._rank:
-            raise self._missing(number, said, time.monotonic() - start, timeout, silent=outcome["silent"])
+            raise self._missing(number, said, time.monotonic() - start, timeout, silent=outcome.get("silent", False))
         raise RendezvousAbandonedError(
             f"Rank {self._rank} of {self._size} can not start {said.get('stage', '')!r}: rank {outcome['abandoned']} is not"
             f" there for it, {outcome['why']}."
@@ -152,9 +164,9 @@ class Rounds:
         answer: Answer,
         deadline: float,
         check_peers: Callable[[], None],
-    ) -> dict[str, Any]:
+    ) -> Outcome:
         key = f"round/{number}/outcome"
-        outcomes: list[dict[str, Any]] = []
+        outcomes: list[Outcome] = []
         problems: list[BaseException] = []
         done = threading.Event()
 
@@ -173,7 +185,7 @@ class Rounds:
                     outcomes.append(self._close(number, key, answer))
                 else:
                     self._wait(key, deadline)
-                    outcomes.append(_load(self._store.get(key)))
+                    outcomes.append(self._read(key, self._store.get(key)))
             except BaseException as error:
                 problems.append(error)
             finally:
@@ -191,12 +203,14 @@ class Rounds:
             raise problems[0]
         return outcomes[0]
 
-    def _give_up(self, key: str, why: str) -> dict[str, Any]:
+    def _give_up(self, key: str, why: str) -> Outcome:
         """Write that this rank leaves the round, unless it has an outcome already, and end the thread that waits for one."""
-        outcome: dict[str, Any] = {"abandoned": self._rank, "why": why, "silent": True}
+        outcome: Outcome = {"abandoned": self._rank, "why": why, "silent": True}
 
         def publish() -> None:
-            outcome.update(self._publish(key, {"abandoned": self._rank, "why": why}), silent=False)
+            outcome["silent"] = False
+            with contextlib.suppress(GarbledStoreError):  # whoever reads that gives up too
+                outcome.update(self._publish(key, {"abandoned": self._rank, "why": why}))
 
         run_bounded(publish, _ANSWER_TIMEOUT, "give-up")
         if self._thread is not None:
@@ -204,23 +218,30 @@ class Rounds:
             self._thread.join(0.0 if outcome["silent"] else _ANSWER_TIMEOUT.total_seconds())
             if self._thread.is_alive():
                 self._waiter.replace()
-        return dict(outcome)
+        return outcome.copy()
 
-    def _close(self, number: int, key: str, answer: Answer) -> dict[str, Any]:
+    def _close(self, number: int, key: str, answer: Answer) -> Outcome:
         keys = [f"rank/{rank}" for rank in range(self._size)]
         at_once = self._store.has_extended_api()  # type: ignore[attr-defined]
         values = self._store.multi_get(keys) if at_once else [self._store.get(one) for one in keys]
-        spoken = [_load(value) for value in values]
+        spoken = [payload.read(value, one, Said) for one, value in zip(keys, values, strict=True)]
         if any(one["round"] != number or one["left"] for one in spoken):
-            outcome = _load(self._store.get(key))  # whoever has moved on has given up this round before
+            outcome = self._read(key, self._store.get(key))  # whoever has moved on has given up this round before
         else:
             outcome = self._publish(key, {"answer": answer([one["said"] for one in spoken])})
         if "answer" in outcome:
             self._delete_passed()
         return outcome
 
-    def _publish(self, key: str, outcome: dict[str, Any]) -> dict[str, Any]:
-        return _load(self._store.compare_set(key, "", json.dumps(outcome)))
+    def _publish(self, key: str, outcome: Outcome) -> Outcome:
+        return self._read(key, self._store.compare_set(key, "", json.dumps(outcome)))
+
+    def _read(self, key: str, value: bytes) -> Outcome:
+        outcome = payload.read(value, key, Outcome)
+        abandoned = "abandoned" in outcome and "why" in outcome and outcome["abandoned"] < self._size
+        if "answer" in outcome or "refused" in outcome or abandoned:
+            return outcome
+        raise payload.garbled(key, "how a round of the ranks ended", value)
 
     def _delete_passed(self) -> None:
         # All ranks are in this round, so none will read a key of an earlier one again.
@@ -250,23 +271,19 @@ class Rounds:
         missing = []
         for rank in range(self._size):
             key = f"rank/{rank}"
-            seen = _load(self._store.get(key)) if self._store.check([key]) else None
+            value = self._store.get(key) if self._store.check([key]) else b""
+            seen = payload.if_readable(lambda value=value, key=key: payload.read(value, key, Said)) if value else None  # type: ignore[misc]
             if seen is None:
                 missing.append(f"rank {rank} (never seen)")
             elif (seen["round"] != number or seen["left"]) and rank != self._rank:
                 at = datetime.fromtimestamp(seen["time"]).strftime("%H:%M:%S")
-                stage = seen["said"].get("stage", "")
+                stage = payload.clean(str(seen["said"].get("stage", ""))[:_DESCRIBED])
                 missing.append(f"rank {rank} (last seen at {at}: {stage!r}, pid {seen['pid']} on {seen['host']})")
         absent = f"{len(missing)} did not come: {'; '.join(missing)}" if missing else "the last of them came too late"
         return RendezvousTimeoutError(
             f"{begin}{absent}. Let all ranks run the same stages in the same order; if a rank only needs longer, raise"
             " `rendezvous_timeout`."
         )
-
-
-def _load(value: bytes) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(value)
-    return loaded
 
 
 def describe(error: BaseException) -> str:

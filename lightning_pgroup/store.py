@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from lightning_pgroup.descriptors import make_room
+
 LOOPBACK = "127.0.0.1"
 
 logger = logging.getLogger(__name__)
@@ -56,11 +58,14 @@ def listen(host: str, port: int = 0) -> socket.socket:
 def host_store(listener: socket.socket, timeout: timedelta, *, shared: bool = False) -> TCPStore:
     """Host a store on a listening socket, which the store owns from then on. Does not wait for anybody.
 
+    Raises this process's soft limit of open descriptors (:mod:`lightning_pgroup.descriptors`).
+
     Args:
         listener: From :func:`listen`.
         timeout: Bound of each operation on the store.
         shared: Whether another store that this process hosts at this port is to be the same one, as with ``env://``.
     """
+    make_room()
     host, port = listener.getsockname()[:2]
     return TCPStore(
         host,
@@ -104,6 +109,7 @@ def host_on(address: str, port: int, nodes: int, timeout: timedelta) -> TCPStore
         return host_store(listener, timeout, shared=True)
     else:
         logger.info("The store listens on all addresses of this host, since others can not reach it at %s.", ", ".join(found))
+    make_room()
     return TCPStore(address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
 
 
@@ -122,7 +128,11 @@ def delete_below(store: Store, prefix: str, choose: Callable[[str], bool] = lamb
         return 0
     # A prefix store puts a slash behind its prefix, so that "gen" stands for all keys that start with "gen/".
     below = PrefixStore(prefix, store)
-    keys = [key for key in below.list_keys() if choose(key)]
+    try:
+        keys = [key for key in below.list_keys() if choose(key)]
+    except UnicodeDecodeError as error:  # a key that no rank has set; then none is deleted
+        logger.debug("can not list the keys of the store: %s", error)
+        return 0
     for key in keys:
         below.delete_key(key)
     return len(keys)

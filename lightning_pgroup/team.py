@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_launched
 
-from lightning_pgroup import failure
+from lightning_pgroup import failure, payload
 from lightning_pgroup.errors import RendezvousAbandonedError
 from lightning_pgroup.first_contact import Contact, Hello, meet
 from lightning_pgroup.init_method import host_of, is_hosted_by_rank_0, launcher_store
@@ -169,7 +169,7 @@ class Team:
         """
         if self.rank == 0:
             for prefix in (_GENERATIONS, failure.PREFIX):
-                delete_below(self.store, prefix, lambda key: int(key.partition("/")[0]) < generation)
+                delete_below(self.store, prefix, lambda key: _is_before(key, generation))
 
     def leave_records(self, text: str) -> None:
         """Leave this rank's records for the process that has started the run."""
@@ -179,9 +179,11 @@ class Team:
     def clean_up(store: Store, invitation: Invitation) -> RunEnd:
         """Take what a run has left behind, whose ranks have ended, and delete all its keys."""
         below = PrefixStore(_prefix(invitation.run), store)
-        highest = int(below.get(_HIGHEST)) if below.check([_HIGHEST]) else invitation.highest
+        said = below.get(_HIGHEST) if below.check([_HIGHEST]) else str(invitation.highest).encode()
+        highest = payload.if_readable(lambda: payload.read_number(said, _HIGHEST))
         records = next((key for rank in range(invitation.size) if below.check([key := f"{_RECORDS}/{rank}"])), None)
-        end = RunEnd(highest, "[]" if records is None else below.get(records).decode())
+        text = "[]" if records is None else below.get(records).decode(errors="replace")
+        end = RunEnd(max(highest or 0, invitation.highest), text)
         delete_below(store, _prefix(invitation.run))
         return end
 
@@ -237,6 +239,11 @@ def join_launched(init_method: str, rank: int, size: int, timeout: timedelta, no
         waiter=waiter,
         main_host=host_of(init_method),
     )
+
+
+def _is_before(key: str, generation: int) -> bool:
+    number = payload.if_readable(lambda: payload.read_number(key.partition("/")[0], key))
+    return number is not None and number < generation
 
 
 def _torchrun() -> str:

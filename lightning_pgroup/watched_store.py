@@ -12,12 +12,15 @@ from typing import Any
 
 from torch.distributed import Store
 
+from lightning_pgroup import payload
 from lightning_pgroup.bounded import run_bounded
-from lightning_pgroup.errors import RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.errors import GarbledStoreError, RendezvousAbandonedError, RendezvousTimeoutError
 from lightning_pgroup.gloo_wire import RankAddress, call_and_hang_up, parse
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.rounds import describe
 
+_SHORTEST = 8
+_LONGEST_WHY = 2_000
 _OBITUARY = b"lightning_pgroup abandoned: "
 
 
@@ -79,7 +82,7 @@ class WatchedStore(Store):
                 continue
             for other in range(len(own.pairs)):
                 peer = parse(self._inner.compare_set(f"{path}/{other}", b"", self._obituary("it has failed")))
-                if peer is not None and other != int(rank):
+                if peer is not None and other != int(rank) and len(peer.pairs) == len(own.pairs):
                     yield peer, int(rank)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -87,13 +90,17 @@ class WatchedStore(Store):
 
         Raises:
             RendezvousAbandonedError: Another rank has given up waiting for this address.
+            GarbledStoreError: Something else than a rank has set it.
         """
         if not _is_address(key):
             self._inner.set(key, value)
             return
+        own = value.encode() if isinstance(value, str) else bytes(value)
         self._own.append(key)
-        self._addresses[key] = value.encode() if isinstance(value, str) else bytes(value)
-        self._living(self._inner.compare_set(key, b"", value))
+        self._addresses[key] = own
+        found = self._living(self._inner.compare_set(key, b"", value))
+        if found != own:
+            raise self._garbled(key, found)
 
     def get(self, key: str) -> bytes:
         """The value of a key; waits for it, at most the timeout of this store."""
@@ -113,6 +120,7 @@ class WatchedStore(Store):
         Raises:
             RendezvousTimeoutError: They did not come in time.
             RendezvousAbandonedError: A rank that should have set them has failed.
+            GarbledStoreError: Something else than a rank has set one.
         """
         missing = [key for key in keys if key not in self._addresses]
         if missing and not self._inner.check(missing):
@@ -125,7 +133,7 @@ class WatchedStore(Store):
                 last_words=lambda error: self._obituary(describe(error)),
             )
         for key in filter(_is_address, missing):
-            self._addresses[key] = self._living(self._inner.get(key))
+            self._addresses[key] = self._like_own(key, self._living(self._inner.get(key)))
             self._check()
 
     def check(self, keys: list[str]) -> bool:
@@ -192,9 +200,29 @@ class WatchedStore(Store):
     def _living(self, value: bytes) -> bytes:
         """An address, unless it is an obituary."""
         if value.startswith(_OBITUARY):
-            why = value.removeprefix(_OBITUARY).decode()
+            why = payload.clean(value.removeprefix(_OBITUARY)[:_LONGEST_WHY].decode(errors="replace"))
             raise RendezvousAbandonedError(f"{self._who} can not go on creating a process group: {why}")
         return value
+
+    def _like_own(self, key: str, value: bytes) -> bytes:
+        """An address of the form of this rank's own: gloo reads any other beyond its end, which can end the process.
+
+        Of another torch, whose form is not known here, all is taken that has room for an address.
+        """
+        path = key.rpartition("/")[0]
+        own = next((parse(self._addresses[one]) for one in self._own if one.rpartition("/")[0] == path), None)
+        if own is None:
+            fits = len(value) >= _SHORTEST
+        else:
+            other = parse(value)
+            fits = other is not None and len(other.pairs) == len(own.pairs)
+        if not fits:
+            raise self._garbled(key, value)
+        return value
+
+    def _garbled(self, key: str, found: bytes) -> GarbledStoreError:
+        error = payload.garbled(key, "the address of a rank", found)
+        return GarbledStoreError(f"{self._who} can not go on creating a process group: {error}")
 
 
 def _is_address(key: str) -> bool:

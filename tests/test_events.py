@@ -56,6 +56,7 @@ def test_public_names_are_frozen():
     import lightning_pgroup
 
     assert sorted(lightning_pgroup.__all__) == [
+        "GarbledStoreError",
         "GroupLostError",
         "GroupMismatchError",
         "LifecycleEvent",
