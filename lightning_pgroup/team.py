@@ -127,7 +127,7 @@ class Team:
     @classmethod
     def alone(cls) -> "Team":
         """A team of one, which needs no network."""
-        return cls(HashStore(), "alone", 0, 1, is_host=True)
+        return cls(HashStore(), _torchrun() or "alone", 0, 1, is_host=True, attempt=_attempt())
 
     def generation_store(self, generation: int) -> Store:
         """The part of the store that belongs to one generation."""
@@ -213,7 +213,7 @@ def join_launched(init_method: str, rank: int, size: int, timeout: timedelta, no
     """Join a team whose processes somebody else started; see :func:`~lightning_pgroup.init_method.launcher_store`."""
     start = time.monotonic()
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_torchelastic_launched() else None
+    attempt = _attempt()
     store = launcher_store(init_method, rank, size, timeout, nodes)
     waiter = KeyWaiter(store)
     of_rank_0 = is_hosted_by_rank_0(init_method)
@@ -229,6 +229,10 @@ def join_launched(init_method: str, rank: int, size: int, timeout: timedelta, no
 
 def _torchrun() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _attempt() -> int | None:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_torchelastic_launched() else None
 
 
 def _prefix(run: str) -> str:

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import signal
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -78,8 +79,9 @@ def main() -> None:
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if arguments.until_stop or trainer.global_step == self.begun + 1:
                 write("step", step=trainer.global_step)
-            if arguments.until_stop and Path("stop").exists():
-                trainer.should_stop = True
+            if arguments.until_stop:
+                threading.Event().wait(0.05)  # a step that leaves the processors to those who start
+                trainer.should_stop = Path("stop").exists()
 
     timeout = timedelta(seconds=arguments.timeout)
     strategy = DDPStrategy(timeout=timeout) if arguments.plain else PGroupDDPStrategy(timeout=timeout)

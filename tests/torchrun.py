@@ -3,11 +3,12 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests import restart_job
-from tests.scripts import start_command
+from tests.scripts import Run, finish, start_command
 
 
 def _two_agents(node: int, port: int) -> list[str]:
@@ -50,6 +51,12 @@ def start_job(name: str, port: int, folder: Path, *options: str) -> list[subproc
     mode = MODES[name]
     common = [f"--nnodes={mode.agents}", f"--nproc-per-node={2 // mode.agents}", "--max-restarts=3", "--rdzv-id=the-run"]
     return [start_agent([*common, *mode.arguments(node, port)], folder, *options) for node in range(mode.agents)]
+
+
+def finish_job(agents: list[subprocess.Popen], timeout: float) -> list[Run]:
+    """Wait for all agents of a job at once, so that none stands still with a full pipe."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda agent: finish(agent, timeout), agents))
 
 
 class Journal:
