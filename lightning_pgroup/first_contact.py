@@ -7,6 +7,7 @@ token. All keys that follow stand below the token, where no dead rank ever wrote
 
 ===========================  ===========================================================================================
 ``hellos``                   how many said hello, over all attempts; each hello has a number
+``host``                     the token of the rank 0 that came last: whoever has another one belongs to ranks that are over
 ``answered``                 the number up to which an earlier rank 0 has answered
 ``latest``                   the token of the latest attempt, whose keys the next one deletes
 ``hello/<n>``                who says hello
@@ -14,7 +15,7 @@ token. All keys that follow stand below the token, where no dead rank ever wrote
 ``<token>/confirmed``        how many have got their answer
 ``<token>/confirmed/<rank>`` that this rank has
 ``<token>/refused``          that a rank has got a refusal, and which: it lives, so the ranks really do not fit together
-``<token>/go``               empty if all have confirmed, else why this attempt comes to nothing
+``<token>/go``               why this attempt comes to nothing, if it does, and the number of the last hello
 ===========================  ===========================================================================================
 """
 
@@ -80,10 +81,12 @@ class Contact:
     Attributes:
         token: The name of this attempt, below which all its keys stand.
         attempt: Its number as rank 0 counts it; ``None`` if its launcher does not count.
+        last: The number of the last hello to which it answered.
     """
 
     token: str
     attempt: int | None
+    last: int
 
 
 def meet(store: Store, waiter: KeyWaiter, hello: Hello, timeout: timedelta, where: str) -> Contact:
@@ -104,6 +107,27 @@ def meet(store: Store, waiter: KeyWaiter, hello: Hello, timeout: timedelta, wher
     if hello.rank == 0:
         return _Host(store, hello, timeout, where).meet()
     return _Guest(store, waiter, hello, timeout, where).meet()
+
+
+def successor(store: Store, contact: Contact) -> str:
+    """Which rank was started again since all had met, if one was. At most four operations, never waits.
+
+    A launcher with an agent on each node starts the ranks of one node again without a word to the others, who may be waiting
+    for one of them where they have no connection that would break.
+
+    Args:
+        store: The store in which they have met.
+        contact: What they have agreed on.
+
+    Returns:
+        The rank, in words; empty if there is none.
+    """
+    if store.get("host").decode() != contact.token:
+        return "rank 0"
+    if int(store.get("hellos")) <= contact.last:
+        return ""
+    key = f"hello/{contact.last + 1}"
+    return Hello(**_load(store.get(key))).describe() if store.check([key]) else "another rank"
 
 
 class _Guest:
@@ -130,12 +154,12 @@ class _Guest:
             )
         self._store.set(f"{token}/confirmed/{hello.rank}", "1")
         self._store.add(f"{token}/confirmed", 1)
-        why = json.loads(self._wait(f"{token}/go"))
-        if why:
+        go = _load(self._wait(f"{token}/go"))
+        if go["why"]:
             raise RendezvousAbandonedError(
-                f"Rank {hello.rank} of {hello.size} gives up the first contact at {self._where}: {why}"
+                f"Rank {hello.rank} of {hello.size} gives up the first contact at {self._where}: {go['why']}"
             )
-        return Contact(token=token, attempt=answer["attempt"])
+        return Contact(token=token, attempt=answer["attempt"], last=go["last"])
 
     def _wait(self, key: str) -> bytes:
         left = max(0.0, self._timeout.total_seconds() - (time.monotonic() - self._start))
@@ -172,6 +196,7 @@ class _Host:
         self._refused = ""
 
     def meet(self) -> Contact:
+        self._store.set("host", self._token)
         try:
             self._answer_until_all_have_confirmed()
         except BaseException as error:
@@ -180,7 +205,7 @@ class _Host:
             raise
         self._go("")
         self._clean_up()
-        return Contact(token=self._token, attempt=self._hello.attempt)
+        return Contact(token=self._token, attempt=self._hello.attempt, last=self._next - 1)
 
     def _answer_until_all_have_confirmed(self) -> None:
         start = time.monotonic()
@@ -231,7 +256,7 @@ class _Host:
         )
 
     def _go(self, why: str) -> None:
-        self._store.set(f"{self._token}/go", json.dumps(why))
+        self._store.set(f"{self._token}/go", json.dumps({"why": why, "last": self._next - 1}))
 
     def _clean_up(self) -> None:
         """Delete what nobody will read again: the hellos and their answers, and all keys of the attempt before this one."""

@@ -16,8 +16,9 @@ from typing import NamedTuple
 from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_launched
 
 from lightning_pgroup import failure
+from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.errors import RendezvousAbandonedError
-from lightning_pgroup.first_contact import Contact, Hello, meet
+from lightning_pgroup.first_contact import Contact, Hello, meet, successor
 from lightning_pgroup.init_method import is_hosted_by_rank_0, launcher_store
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.main_address import reach_at
@@ -30,6 +31,7 @@ ENVIRONMENT_VARIABLE = "LIGHTNING_PGROUP_INVITATION"
 _GENERATIONS = "gen"
 _HIGHEST = "highest"
 _RECORDS = "records"
+_CHECK_TIMEOUT = timedelta(seconds=1)
 
 
 class RunEnd(NamedTuple):
@@ -110,7 +112,7 @@ class Team:
         size: int,
         *,
         is_host: bool,
-        check_peers: Callable[[], None] = lambda: None,
+        check_peers: Callable[[], None] | None = None,
         attempt: int | None = None,
         waiter: KeyWaiter | None = None,
     ) -> None:
@@ -119,7 +121,7 @@ class Team:
         self.is_host = is_host
         self.rank = rank
         self.size = size
-        self.check_peers = check_peers
+        self.check_peers = check_peers or (lambda: None)
         self.store: Store = PrefixStore(_prefix(run), store)
         self._waiter = (waiter or KeyWaiter(store)).below(_prefix(run))
         self.rounds = Rounds(self.store, rank, size, self._waiter)
@@ -217,14 +219,52 @@ def join_launched(init_method: str, rank: int, size: int, timeout: timedelta, no
     store = launcher_store(init_method, rank, size, timeout, nodes)
     waiter = KeyWaiter(store)
     of_rank_0 = is_hosted_by_rank_0(init_method)
-    contact = Contact(token="", attempt=attempt)
+    contact = Contact(token="", attempt=attempt, last=0)
+    check_peers = None
     if size > 1 and not of_rank_0:
         # The store outlives its ranks, so that it may be full of what dead ones have left (F24 of the design).
         left = timedelta(seconds=max(1.0, timeout.total_seconds() - (time.monotonic() - start)))
         below = PrefixStore(_prefix(run), store)
         contact = meet(below, waiter.below(_prefix(run)), Hello.of(rank, size, attempt), left, init_method)
-    name = f"{run}/{contact.token}"
-    return Team(store, name, rank, size, is_host=rank == 0 and of_rank_0, attempt=contact.attempt, waiter=waiter)
+        check_peers = _SuccessorCheck(below, contact, f"Rank {rank} of {size}", init_method)
+    return Team(
+        store,
+        f"{run}/{contact.token}",
+        rank,
+        size,
+        is_host=rank == 0 and of_rank_0,
+        check_peers=check_peers,
+        attempt=contact.attempt,
+        waiter=waiter,
+    )
+
+
+class _SuccessorCheck:
+    """Raises when a rank of a team was started again. Asks no more once the store has not answered in time.
+
+    Args:
+        store: The store in which the ranks have met.
+        contact: What they have agreed on.
+        who: This rank, for messages.
+        where: Where they have met, for messages.
+    """
+
+    def __init__(self, store: Store, contact: Contact, who: str, where: str) -> None:
+        self._store, self._contact, self._who, self._where = store, contact, who, where
+        self._silent = False
+
+    def __call__(self) -> None:
+        found: list[str] = []
+        if self._silent:
+            return
+        # Whoever asks has a deadline of his own, which a store that does not answer must not outlast.
+        in_time = run_bounded(lambda: found.append(successor(self._store, self._contact)), _CHECK_TIMEOUT, "check")
+        self._silent = not in_time
+        if in_time and found[0]:
+            raise RendezvousAbandonedError(
+                f"{self._who} can not go on with the ranks that it has met at {self._where}: {found[0]} was started again,"
+                " since a rank of its node has ended. Let this process end too, so that its launcher starts it again."
+            )
 
 
 def _torchrun() -> str:
