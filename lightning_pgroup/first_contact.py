@@ -7,6 +7,7 @@ token. All keys that follow stand below the token, where no dead rank ever wrote
 
 ===========================  ===========================================================================================
 ``hellos``                   how many said hello, over all attempts; each hello has a number
+``host``                     the token of the rank 0 that came last: whoever has another one belongs to ranks that are over
 ``answered``                 the number up to which an earlier rank 0 has answered
 ``latest``                   the token of the latest attempt, whose keys the next one deletes
 ``hello/<n>``                who says hello
@@ -14,27 +15,25 @@ token. All keys that follow stand below the token, where no dead rank ever wrote
 ``<token>/confirmed``        how many have got their answer
 ``<token>/confirmed/<rank>`` that this rank has
 ``<token>/refused``          that a rank has got a refusal, and which: it lives, so the ranks really do not fit together
-``<token>/go``               empty if all have confirmed, else why this attempt comes to nothing
+``<token>/go``               why this attempt comes to nothing, if it does, and the number of the last hello
 ===========================  ===========================================================================================
 """
 
 import contextlib
 import json
 import logging
-import os
 import re
-import socket
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
-from typing import TypedDict
 
 from torch.distributed import Store
 
 from lightning_pgroup import payload
 from lightning_pgroup.errors import RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.greetings import Answer, Contact, Go, Hello
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.rounds import describe
 from lightning_pgroup.store import delete_below
@@ -46,58 +45,6 @@ _NAME = re.compile("[0-9a-f]{32}")
 
 _FORGOTTEN = 1_000
 """How many numbers rank 0 looks at, beyond those of ten attempts: a counter that a stranger has set must not keep it busy."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hello:
-    """What a rank says of itself on first contact.
-
-    Attributes:
-        rank: Its rank.
-        size: The number of ranks that it was told.
-        attempt: How often its launcher has restarted the ranks, if it counts that.
-        nonce: A name that nobody had before.
-        host: Its host.
-        pid: Its process.
-    """
-
-    rank: int
-    size: int
-    attempt: int | None
-    nonce: str
-    host: str
-    pid: int
-
-    @classmethod
-    def of(cls, rank: int, size: int, attempt: int | None) -> "Hello":
-        """The hello of this process."""
-        host, pid = socket.gethostname(), os.getpid()
-        return cls(rank=rank, size=size, attempt=attempt, nonce=uuid.uuid4().hex, host=host, pid=pid)
-
-    def describe(self) -> str:
-        """Who it is, for messages."""
-        return f"rank {self.rank}, pid {self.pid} on {self.host}"
-
-
-class Answer(TypedDict):
-    """What rank 0 answers to a hello."""
-
-    token: str
-    attempt: int | None
-    refused: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contact:
-    """What the ranks have agreed on.
-
-    Attributes:
-        token: The name of this attempt, below which all its keys stand.
-        attempt: Its number as rank 0 counts it; ``None`` if its launcher does not count.
-    """
-
-    token: str
-    attempt: int | None
 
 
 def meet(store: Store, waiter: KeyWaiter, hello: Hello, timeout: timedelta, where: str) -> Contact:
@@ -119,6 +66,28 @@ def meet(store: Store, waiter: KeyWaiter, hello: Hello, timeout: timedelta, wher
     if hello.rank == 0:
         return _Host(store, hello, timeout, where).meet()
     return _Guest(store, waiter, hello, timeout, where).meet()
+
+
+def successor(store: Store, contact: Contact) -> str:
+    """Which rank was started again since all had met, if one was. At most four operations, never waits.
+
+    A launcher with an agent on each node starts the ranks of one node again without a word to the others, who may be waiting
+    for one of them where they have no connection that would break.
+
+    Args:
+        store: The store in which they have met.
+        contact: What they have agreed on.
+
+    Returns:
+        The rank, in words; empty if there is none.
+    """
+    if store.get("host") != contact.token.encode():
+        return "rank 0"
+    if (payload.if_readable(lambda: payload.read_number(store.get("hellos"), "hellos")) or 0) <= contact.last:
+        return ""
+    key = f"hello/{contact.last + 1}"
+    hello = payload.if_readable(lambda: payload.read(store.get(key), key, Hello)) if store.check([key]) else None
+    return "another rank" if hello is None else hello.describe()
 
 
 class _Guest:
@@ -148,12 +117,13 @@ class _Guest:
             )
         self._store.set(f"{token}/confirmed/{hello.rank}", "1")
         self._store.add(f"{token}/confirmed", 1)
-        why = payload.read_text(self._wait(f"{token}/go"), f"{token}/go")
-        if why:
+        key = f"{token}/go"
+        go = payload.read(self._wait(key), key, Go)
+        if go["why"]:
             raise RendezvousAbandonedError(
-                f"Rank {hello.rank} of {hello.size} gives up the first contact at {self._where}: {why}"
+                f"Rank {hello.rank} of {hello.size} gives up the first contact at {self._where}: {go['why']}"
             )
-        return Contact(token=token, attempt=answer["attempt"])
+        return Contact(token=token, attempt=answer["attempt"], last=go["last"])
 
     def _wait(self, key: str) -> bytes:
         left = max(0.0, self._timeout.total_seconds() - (time.monotonic() - self._start))
@@ -192,6 +162,7 @@ class _Host:
         self._refused = ""
 
     def meet(self) -> Contact:
+        self._store.set("host", self._token)
         try:
             self._answer_until_all_have_confirmed()
         except BaseException as error:
@@ -200,7 +171,7 @@ class _Host:
             raise
         self._go("")
         self._clean_up()
-        return Contact(token=self._token, attempt=self._hello.attempt)
+        return Contact(token=self._token, attempt=self._hello.attempt, last=self._next - 1)
 
     def _answer_until_all_have_confirmed(self) -> None:
         start = time.monotonic()
@@ -256,7 +227,7 @@ class _Host:
         )
 
     def _go(self, why: str) -> None:
-        self._store.set(f"{self._token}/go", json.dumps(why))
+        self._store.set(f"{self._token}/go", json.dumps({"why": why, "last": self._next - 1}))
 
     def _clean_up(self) -> None:
         """Delete what nobody will read again: the hellos and their answers, and all keys of the attempt before this one."""

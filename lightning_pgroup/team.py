@@ -16,8 +16,10 @@ from typing import NamedTuple
 from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_launched
 
 from lightning_pgroup import failure, payload
+from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.errors import RendezvousAbandonedError
-from lightning_pgroup.first_contact import Contact, Hello, meet
+from lightning_pgroup.first_contact import meet, successor
+from lightning_pgroup.greetings import Contact, Hello
 from lightning_pgroup.init_method import host_of, is_hosted_by_rank_0, launcher_store
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.main_address import reach_at
@@ -30,6 +32,7 @@ ENVIRONMENT_VARIABLE = "LIGHTNING_PGROUP_INVITATION"
 _GENERATIONS = "gen"
 _HIGHEST = "highest"
 _RECORDS = "records"
+_CHECK_TIMEOUT = timedelta(seconds=1)
 
 
 class RunEnd(NamedTuple):
@@ -111,7 +114,7 @@ class Team:
         size: int,
         *,
         is_host: bool,
-        check_peers: Callable[[], None] = lambda: None,
+        check_peers: Callable[[], None] | None = None,
         attempt: int | None = None,
         waiter: KeyWaiter | None = None,
         main_host: str | None = None,
@@ -122,7 +125,7 @@ class Team:
         self.is_host = is_host
         self.rank = rank
         self.size = size
-        self.check_peers = check_peers
+        self.check_peers = check_peers or (lambda: None)
         self.store: Store = PrefixStore(_prefix(run), store)
         self._waiter = (waiter or KeyWaiter(store)).below(_prefix(run))
         self.rounds = Rounds(self.store, rank, size, self._waiter)
@@ -130,7 +133,7 @@ class Team:
     @classmethod
     def alone(cls) -> "Team":
         """A team of one, which needs no network."""
-        return cls(HashStore(), "alone", 0, 1, is_host=True)
+        return cls(HashStore(), _torchrun() or "alone", 0, 1, is_host=True, attempt=_attempt())
 
     def generation_store(self, generation: int) -> Store:
         """The part of the store that belongs to one generation."""
@@ -218,27 +221,57 @@ def join_launched(init_method: str, rank: int, size: int, timeout: timedelta, no
     """Join a team whose processes somebody else started; see :func:`~lightning_pgroup.init_method.launcher_store`."""
     start = time.monotonic()
     run = os.environ.get("TORCHELASTIC_RUN_ID", "run")
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_torchelastic_launched() else None
+    attempt = _attempt()
     store = launcher_store(init_method, rank, size, timeout, nodes)
     waiter = KeyWaiter(store)
     of_rank_0 = is_hosted_by_rank_0(init_method)
-    contact = Contact(token="", attempt=attempt)
+    contact = Contact(token="", attempt=attempt, last=0)
+    check_peers = None
     if size > 1 and not of_rank_0:
         # The store outlives its ranks, so that it may be full of what dead ones have left (F24 of the design).
         left = timedelta(seconds=max(1.0, timeout.total_seconds() - (time.monotonic() - start)))
         below = PrefixStore(_prefix(run), store)
         contact = meet(below, waiter.below(_prefix(run)), Hello.of(rank, size, attempt), left, init_method)
-    name = f"{run}/{contact.token}"
+        check_peers = _SuccessorCheck(below, contact, f"Rank {rank} of {size}", init_method)
     return Team(
         store,
-        name,
+        f"{run}/{contact.token}",
         rank,
         size,
         is_host=rank == 0 and of_rank_0,
+        check_peers=check_peers,
         attempt=contact.attempt,
         waiter=waiter,
         main_host=host_of(init_method),
     )
+
+
+class _SuccessorCheck:
+    """Raises when a rank of a team was started again. Asks no more once the store has not answered in time.
+
+    Args:
+        store: The store in which the ranks have met.
+        contact: What they have agreed on.
+        who: This rank, for messages.
+        where: Where they have met, for messages.
+    """
+
+    def __init__(self, store: Store, contact: Contact, who: str, where: str) -> None:
+        self._store, self._contact, self._who, self._where = store, contact, who, where
+        self._silent = False
+
+    def __call__(self) -> None:
+        found: list[str] = []
+        if self._silent:
+            return
+        # Whoever asks has a deadline of his own, which a store that does not answer must not outlast.
+        in_time = run_bounded(lambda: found.append(successor(self._store, self._contact)), _CHECK_TIMEOUT, "check")
+        self._silent = not in_time
+        if in_time and found[0]:
+            raise RendezvousAbandonedError(
+                f"{self._who} can not go on with the ranks that it has met at {self._where}: {found[0]} was started again,"
+                " since a rank of its node has ended. Let this process end too, so that its launcher starts it again."
+            )
 
 
 def _is_before(key: str, generation: int) -> bool:
@@ -248,6 +281,10 @@ def _is_before(key: str, generation: int) -> bool:
 
 def _torchrun() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _attempt() -> int | None:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if is_torchelastic_launched() else None
 
 
 def _prefix(run: str) -> str:

@@ -1,20 +1,25 @@
-"""Runs of whole scripts, as users start them: in a session of its own, with a deadline, and no process left behind."""
+"""Runs of whole scripts, as users start them: in a session of its own, with a deadline, and no process left behind.
+
+All processes of a run have its mark in their environment, since torchrun gives each of its workers a session of its own, and
+one whose agent was killed has no parent that would lead to it.
+"""
 
 import contextlib
 import os
 import select
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 ROOT = Path(__file__).parent.parent
+MARK = "LIGHTNING_PGROUP_TEST_SCRIPT"
 
 PREAMBLE = """
 import logging, os, sys, warnings
@@ -62,10 +67,12 @@ def start(body: str, folder: Path, *, launcher: list[str] | None = None, args: l
 def start_command(command: list[str], folder: Path) -> subprocess.Popen:
     """Start a command as a user's shell would, in a session of its own."""
     environ = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")}
-    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: uuid.uuid4().hex}
+    process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, cwd=folder, start_new_session=True
     )
+    process.mark = environ[MARK]
+    return process
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
@@ -79,7 +86,7 @@ def listen(process: subprocess.Popen, word: str, count: int = 2, timeout: float 
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))
         chunk = os.read(process.stdout.fileno(), 65536) if ready else b""
         if not chunk:
-            _kill_session(process.pid)
+            kill(process)
             raise AssertionError(f"{word!r} was not said by {count} ranks: {_heard(process)}\n{process.communicate()}")
         process.heard = _heard(process) + chunk.decode()
         for line in _heard(process).splitlines():
@@ -93,15 +100,15 @@ def _heard(process: subprocess.Popen) -> str:
 
 
 def finish(process: subprocess.Popen, timeout: float = 90) -> Run:
-    """Wait for a script; its whole session is killed when it takes too long, or leaves a process behind."""
+    """Wait for a script; all its processes are killed when it takes too long, or leaves one behind."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired as expired:
-        _kill_session(process.pid)
+        kill(process)
         out, err = process.communicate()
         raise AssertionError(f"the script hung for {timeout} s:\n{out}\n{err}") from expired
-    left = _left_of(process.pid)
-    _kill_session(process.pid)
+    left = _left_of(process)
+    kill(process)
     assert not left, f"the script has left processes: {left}\n{out}\n{err}"
     return Run(process.returncode, _heard(process) + out, err)
 
@@ -111,24 +118,29 @@ def run(body: str, folder: Path, *, timeout: float = 90, **kwargs) -> Run:
     return finish(start(body, folder, **kwargs), timeout)
 
 
-def _left_of(leader: int) -> list[psutil.Process]:
-    """The processes of a session that go on, not those that were about to end with their parent."""
-    until, pause = time.monotonic() + 2.0, threading.Event()
-    while (left := _session(leader)) and time.monotonic() < until:
-        pause.wait(0.05)
-    return left
+def kill(process: subprocess.Popen) -> None:
+    """Kill all processes of a script, those that an agent starts meanwhile too."""
+    while left := processes_of(process):
+        for one in left:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        psutil.wait_procs(left, timeout=5)
 
 
-def _session(leader: int) -> list[psutil.Process]:
+def processes_of(process: subprocess.Popen) -> list[psutil.Process]:
+    """All processes of a script that live, whatever their session and their parent."""
     found = []
-    for process in psutil.process_iter():
+    for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+            its = os.getsid(one.pid) == process.pid or one.environ().get(MARK) == process.mark
+            if its and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
     return found
 
 
-def _kill_session(leader: int) -> None:
-    for process in _session(leader):
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+def _left_of(process: subprocess.Popen) -> list[psutil.Process]:
+    """The processes of a script that go on, not those that were about to end with their parent."""
+    until, pause = time.monotonic() + 2.0, threading.Event()
+    while (left := processes_of(process)) and time.monotonic() < until:
+        pause.wait(0.05)
+    return left

@@ -9,9 +9,11 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore
 
 from lightning_pgroup.errors import PGroupError, RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
-from lightning_pgroup.first_contact import Contact, Hello, meet
+from lightning_pgroup.first_contact import meet, successor
+from lightning_pgroup.greetings import Contact, Hello
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, host_store, listen
+from lightning_pgroup.team import join_launched
 
 SHORT = timedelta(seconds=1)
 LONG = timedelta(seconds=20)
@@ -86,6 +88,56 @@ def test_the_keys_of_the_attempt_before_are_deleted():
         counts.append(store.num_keys())
     assert not store.check([f"{first}/round/1/outcome"])
     assert len(set(counts)) == 1, "the store does not grow with the attempts"
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_a_rank_that_was_started_again_is_seen_by_those_it_had_met(again, stores):
+    """Though it has not met anybody yet, since the others are still busy with the ranks that are over."""
+    first = contact(stores, 2)
+    assert [successor(stores(), one) for one in first] == ["", ""]
+    contact(stores, 2, timeout=SHORT, absent={1 - again})
+    for one in first:
+        assert successor(stores(), one).startswith(f"rank {again}")
+    second = contact(stores, 2)
+    assert [successor(stores(), one) for one in second] == ["", ""]
+    for one in first:
+        assert successor(stores(), one)
+
+
+def test_a_rank_that_waits_for_one_that_was_started_again_leaves(tmp_path):
+    """Rank 1 is killed between two stages, where no connection breaks, and the agent of its node starts it again."""
+    where, found = f"file://{tmp_path}/store", {}
+
+    def join(rank, name):
+        found[name] = join_launched(where, rank, 2, LONG, 2)
+
+    def wait(name):
+        try:
+            found[name].rounds.run({}, lambda said: "", LONG, check_peers=found[name].check_peers)
+        except RendezvousAbandonedError as error:
+            found["error"] = str(error)
+
+    def start(target, *args):
+        threads.append(threading.Thread(target=target, args=args))
+        threads[-1].start()
+        return threads[-1]
+
+    threads = []
+    for one in [start(join, rank, f"old {rank}") for rank in range(2)]:
+        one.join(30)
+    waiting = start(wait, "old 0")
+    start(join, 1, "new 1")
+    waiting.join(10)
+    assert "Rank 0 of 2 can not go on with the ranks that it has met at" in found["error"]
+    assert "rank 1, pid" in found["error"]
+    start(join, 0, "new 0")
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    for rank in range(2):
+        found[f"new {rank}"].check_peers()
+        with pytest.raises(RendezvousAbandonedError, match="rank 0 was started again"):
+            found[f"old {rank}"].check_peers()
 
 
 def test_f26_the_attempt_is_what_rank_0_counts(stores):

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,14 +36,8 @@ class Nodes:
             variables = environment(node)
             inside = [IP, "netns", "exec", name, "env", *(f"{key}={value}" for key, value in variables.items())]
             jobs.append(start(body, folder / str(node), launcher=[*inside, *launcher(node)]))
-        # Torchrun gives each of its workers a session of its own, so that `finish` does not reach them.
-        end = threading.Timer(timeout, self.kill)
-        end.start()
-        try:
-            with ThreadPoolExecutor() as pool:
-                runs = list(pool.map(lambda job: finish(job, timeout + 20), jobs))
-        finally:
-            end.cancel()
+        with ThreadPoolExecutor() as pool:
+            runs = list(pool.map(lambda job: finish(job, timeout), jobs))
         assert not self.kill(), "processes were left behind"
         return runs
 

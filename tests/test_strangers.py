@@ -23,8 +23,9 @@ from lightning_pgroup import GarbledStoreError, PGroupDDPStrategy, PGroupError, 
 from lightning_pgroup.agreement import Decision, Report
 from lightning_pgroup.descriptors import ROOM, make_room
 from lightning_pgroup.failure import FailureRecord
-from lightning_pgroup.first_contact import Hello, meet
+from lightning_pgroup.first_contact import meet
 from lightning_pgroup.gloo_wire import RankAddress, call_and_hang_up, parse
+from lightning_pgroup.greetings import Hello
 from lightning_pgroup.introduction import Said
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.monitor import FailureMonitor
