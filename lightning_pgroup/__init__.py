@@ -13,6 +13,7 @@ from lightning_pgroup.errors import (
     StrategyClosedError,
     WorldSizeError,
 )
+from lightning_pgroup.public import destroy_process_group
 from lightning_pgroup.records import LifecycleEvent
 from lightning_pgroup.registry import register_strategies
 from lightning_pgroup.strategy import PGroupDDPStrategy
@@ -31,6 +32,7 @@ __all__ = [
     "StrategyClosedError",
     "WorldSizeError",
     "__version__",
+    "destroy_process_group",
 ]
 
 register_strategies()

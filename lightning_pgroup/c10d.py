@@ -71,6 +71,25 @@ def all_groups() -> list[ProcessGroup]:
     return sorted(names, key=lambda group: names[group], reverse=True)
 
 
+def is_alive(group: ProcessGroup) -> bool:
+    """Whether torch knows ``group``, so that it was not destroyed."""
+    return group in distributed_c10d._world.pg_names
+
+
+def take_group(group: ProcessGroup) -> None:
+    """Take one sub-group out of torch's bookkeeping; the others stay. The caller then has the last reference that torch had."""
+    world = distributed_c10d._world
+    name = world.pg_names[group]
+    tag = world.pg_to_tag.get(group)
+    for attribute in BOOKKEEPING:
+        if attribute != "tags_to_pg":
+            getattr(world, attribute).pop(group, None)
+    for one in {tag or "", ""}:
+        if group in world.tags_to_pg.get(one, []):
+            world.tags_to_pg[one].remove(group)
+    distributed_c10d._unregister_process_group(name)
+
+
 def group_names() -> frozenset[str]:
     """The names of all groups of this process."""
     return frozenset(distributed_c10d._world.pg_names.values())
@@ -79,6 +98,11 @@ def group_names() -> frozenset[str]:
 def backends_in_use() -> frozenset[str]:
     """The backends of all groups of this process, as torch names them, possibly mixed."""
     return frozenset(str(config) for config in distributed_c10d._world.pg_backend_config.values())
+
+
+def backends_of(group: ProcessGroup) -> frozenset[str]:
+    """The backends of one group, as torch names them, possibly mixed."""
+    return frozenset({str(distributed_c10d._world.pg_backend_config[group])})
 
 
 def address_keys(groups: list[ProcessGroup]) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from datetime import timedelta
 
 from torch.distributed import ProcessGroup
 
@@ -84,7 +85,16 @@ class Custody:
         config = self.last_user.config
         return action_for(event, config.policies, config.on_error, self.ownership(), in_use=in_use)
 
-    def apply(self, event: Event, *, in_use: bool = False, stage: str = "", why: str = "", by: Claim | None = None) -> None:
+    def apply(
+        self,
+        event: Event,
+        *,
+        in_use: bool = False,
+        stage: str = "",
+        why: str = "",
+        by: Claim | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
         """Let ``event`` happen: end the group or keep it.
 
         Args:
@@ -93,16 +103,19 @@ class Custody:
             stage: Name of the stage, for the record.
             why: The reason, if there is more to say than the name of the event.
             by: A strategy that gets the record too, although it does not use the group.
+            timeout: How long an orderly destroy may take; by default the ``destroy_timeout`` of the last user.
         """
         self.notice_loss(stage)
         action = self.action(event, in_use=in_use)
         if action is Action.DESTROY:
-            self.end(why or reason(event), stage=stage, by=by)
+            self.end(why or reason(event), stage=stage, by=by, timeout=timeout)
         elif action is Action.ABORT:
             self.end(why or reason(event), stage=stage, by=by, abort=True)
 
-    def end(self, why: str, *, stage: str = "", by: Claim | None = None, abort: bool = False) -> None:
-        """End the group that we own, within the ``destroy_timeout`` of its last user. Local; nothing happens without one."""
+    def end(
+        self, why: str, *, stage: str = "", by: Claim | None = None, abort: bool = False, timeout: timedelta | None = None
+    ) -> None:
+        """End the group that we own, within ``timeout`` or its last user's. Local; nothing happens without one."""
         group, last = self.current, self.last_user
         if group is None or last is None:
             return
@@ -113,7 +126,7 @@ class Custody:
         try:
             if abort:
                 group.abort(self.graveyard)
-            elif problem := group.destroy(last.config.destroy_timeout, self.graveyard):
+            elif problem := group.destroy(timeout or last.config.destroy_timeout, self.graveyard):
                 what = records.ABORTED
                 why = f"{why}; {problem}"
             interrupted = False

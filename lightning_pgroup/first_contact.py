@@ -115,8 +115,10 @@ class _Guest:
             raise RanksDisagreeError(
                 f"Rank {hello.rank} of {hello.size} can not take part at {self._where}: {answer['refused']}."
             )
-        self._store.set(f"{token}/confirmed/{hello.rank}", "1")
-        self._store.add(f"{token}/confirmed", 1)
+        # Its launcher may have started this rank again meanwhile: each counts once.
+        first = self._store.compare_set(f"{token}/confirmed/{hello.rank}", "", hello.nonce)
+        if first == hello.nonce.encode():
+            self._store.add(f"{token}/confirmed", 1)
         key = f"{token}/go"
         go = payload.read(self._wait(key), key, Go)
         if go["why"]:

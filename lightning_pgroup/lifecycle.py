@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_pgroup.acquisition import Acquisition
 from lightning_pgroup.claim import Claim, GroupRequest, Stage
 from lightning_pgroup.custody import Custody
+from lightning_pgroup.destroy import end_foreign
 from lightning_pgroup.errors import GroupLostError, GroupMismatchError, PGroupError, StrategyClosedError
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.notices import Notices
@@ -25,6 +26,9 @@ from lightning_pgroup.rounds import describe
 
 RELEASE_TIMEOUT = timedelta(seconds=1)
 """How long the end of a process waits for the destructors of groups that it has aborted."""
+
+FOREIGN_TIMEOUT = timedelta(seconds=30)
+"""How long an orderly destroy of a group of other code may take."""
 
 LOCK_TIMEOUT = timedelta(seconds=5)
 """How long the end of a process waits for a stage that still runs in another thread."""
@@ -232,8 +236,12 @@ class Lifecycle:
             self._finish_pending()
             self._give_up(claim, Event.STRATEGY_CLOSED)
 
-    def destroy(self) -> None:
-        """End the group at a user's request; nothing happens without one. Local, bounded by ``destroy_timeout``.
+    def destroy(self, timeout: timedelta | None = None, *, foreign: bool = False) -> None:
+        """End the group at a user's request; nothing happens without one. Local, bounded by ``timeout``.
+
+        Args:
+            timeout: How long an orderly destroy may take; by default the ``destroy_timeout`` of its last user.
+            foreign: Whether a group of other code may be ended too.
 
         Raises:
             PGroupError: A stage is running, or the group belongs to other code.
@@ -245,9 +253,14 @@ class Lifecycle:
             )
         with self._exclusive():
             if self.ownership() is Ownership.FOREIGN:
-                raise PGroupError("The process group was created by other code, which has to destroy it.")
+                if not foreign:
+                    raise PGroupError("The process group was created by other code, which has to destroy it.")
+                self._custody.notice_loss()
+                end_foreign(timeout or FOREIGN_TIMEOUT)
+                return
+            self._custody.drop_inherited()
             self._finish_pending()
-            self._custody.apply(Event.USER_REQUEST)
+            self._custody.apply(Event.USER_REQUEST, timeout=timeout)
 
     def next_trainer(self, trainer: object) -> None:
         """A Trainer is about to start a stage in processes of its own, forked or spawned from this one."""

@@ -69,4 +69,5 @@ def test_public_names_are_frozen():
         "StrategyClosedError",
         "WorldSizeError",
         "__version__",
+        "destroy_process_group",
     ]

@@ -1,5 +1,6 @@
 """First contact in a store that is full of what dead attempts have left (F24, F26)."""
 
+import contextlib
 import json
 import threading
 from dataclasses import asdict, replace
@@ -176,6 +177,47 @@ def test_a_rank_that_does_not_fit_and_is_dead_harms_nobody(stores):
     number = store.add("hellos", 1)
     store.set(f"hello/{number}", json.dumps(asdict(Hello.of(3, 4, 0))))
     assert all(isinstance(one, Contact) for one in contact(stores, 2))
+
+
+def test_a_rank_that_confirms_dies_and_is_started_again_counts_once(stores):
+    """Else rank 0 would go on without the rank that has not confirmed yet."""
+    first = threading.Event()
+    found = {}
+
+    class Dying:
+        """The store as the rank sees it that dies once it has confirmed."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def add(self, key, amount):
+            count = self.inner.add(key, amount)
+            if key.endswith("/confirmed") and amount:
+                first.set()
+                raise SystemExit
+            return count
+
+    def run(name, rank, wrap=lambda store: store):
+        store = stores()
+        with contextlib.suppress(SystemExit):
+            found[name] = meet(wrap(store), KeyWaiter(store), Hello.of(rank, 3, 0), LONG, "here")
+
+    threads = [threading.Thread(target=run, args=args) for args in (("zero", 0), ("dying", 1, Dying))]
+    for thread in threads:
+        thread.start()
+    assert first.wait(20)
+    threads.append(threading.Thread(target=run, args=("again", 1)))
+    threads[-1].start()
+    last = threading.Thread(target=run, args=("two", 2))
+    assert not found, "rank 2 has not come"
+    last.start()
+    for thread in [*threads, last]:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert len({found[name].token for name in ("zero", "again", "two")}) == 1
 
 
 def test_rank_0_that_gives_up_frees_the_others():

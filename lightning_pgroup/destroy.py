@@ -1,0 +1,41 @@
+"""Ends groups that are not in our custody: a sub-group, or the default group of other code. Bounded, then aborted."""
+
+import logging
+from collections.abc import Iterable
+from datetime import timedelta
+
+from torch.distributed import ProcessGroup
+
+from lightning_pgroup import c10d, transport
+
+logger = logging.getLogger(__name__)
+
+
+def end_foreign(timeout: timedelta) -> None:
+    """End the default group of other code and all its sub-groups. Not collective; waits at most ``timeout``, then aborts."""
+    backends = c10d.backends_in_use()
+    _end(c10d.take_all_groups(), backends, timeout, "the process group")
+
+
+def end_sub_group(group: ProcessGroup, timeout: timedelta) -> None:
+    """End one sub-group, and leave all others alone. Not collective; waits at most ``timeout``, then aborts.
+
+    Args:
+        group: One that torch knows.
+        timeout: How long an orderly destroy may take.
+    """
+    backends = c10d.backends_of(group)
+    c10d.take_group(group)
+    _end([group], backends, timeout, "a sub-group")
+
+
+def _end(groups: list[ProcessGroup], backends: Iterable[str], timeout: timedelta, what: str) -> None:
+    try:
+        problem = (
+            "" if transport.shut_down(groups, timeout, release=False) else f"it took more than {timeout.total_seconds():g} s"
+        )
+    except Exception as error:
+        problem = f"the backend's shutdown raised {type(error).__name__}: {error}"
+    if problem:
+        logger.warning("%s was aborted instead of destroyed: %s", what, problem)
+        transport.abort(groups, backends, ())
