@@ -1,5 +1,6 @@
 """The leak police: no test may leave a thread, a descriptor, a group, a variable or a hook behind in this process."""
 
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -14,6 +15,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+
+with contextlib.suppress(ImportError):
+    import tensorboardX.event_file_writer  # noqa: F401  (sets a variable of the environment when it is first imported)
 
 import lightning_pgroup  # noqa: F401  (imported here, so that forked ranks are warm)
 from lightning_pgroup.store import LOOPBACK, host_store, listen

@@ -1,6 +1,7 @@
 """`lightning_pgroup.destroy_process_group`: at any time, as often as one likes, bounded."""
 
 import sys
+import threading
 import time
 
 import pytest
@@ -84,6 +85,9 @@ def test_a_shutdown_that_hangs_is_given_up_and_aborted(which):
         destroy_process_group(group if which == "sub-group" else None, timeout=0.5, foreign=True)
         took, alive = time.monotonic() - start, dist.is_initialized()
         destroy_process_group(foreign=True)
+        for thread in threading.enumerate():
+            if thread.name == "lightning-pgroup-shutdown":
+                thread.join(10)  # the abort has released it
         return took, alive, "abort" in StubbornGroup.calls
 
     ((took, alive, aborted),) = run_ranks(job, size=1)
