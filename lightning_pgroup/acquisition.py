@@ -13,12 +13,12 @@ from lightning_pgroup.backends import wait_in_store
 from lightning_pgroup.claim import GroupRequest, Stage
 from lightning_pgroup.custody import Custody
 from lightning_pgroup.errors import GarbledStoreError, GroupMismatchError, RanksDisagreeError, StoreLostError, WorldSizeError
+from lightning_pgroup.exceptions import describe
 from lightning_pgroup.gloo_interface import GlooInterface
 from lightning_pgroup.group import OwnedGroup, create_group, discard_unfinished
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.notices import Notices
 from lightning_pgroup.policy import Action, Event, OnMismatch, Ownership, reason
-from lightning_pgroup.rounds import describe
 from lightning_pgroup.team import Team
 
 _HOOK = "setup_environment"

@@ -5,6 +5,7 @@ A third party adds its own with :func:`register_backend_transport`. One that is 
 
 from collections.abc import Iterable, Sequence
 
+from lightning_pgroup.exceptions import text_of
 from lightning_pgroup.sockets import shut_down_connections
 
 
@@ -41,7 +42,7 @@ class GlooTransport(BackendTransport):
 
     def blames_a_peer(self, error: BaseException) -> bool:
         """Whether it comes from gloo, whose own errors are all about connections."""
-        return isinstance(error, RuntimeError) and any(word in str(error) for word in _GLOO_ERRORS)
+        return isinstance(error, RuntimeError) and any(word in text_of(error) for word in _GLOO_ERRORS)
 
     def cut(self, addresses: Sequence[bytes]) -> None:
         """Shut down the sockets: the peers wake up within milliseconds."""

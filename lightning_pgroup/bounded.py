@@ -1,4 +1,4 @@
-"""Calls into code that may never return, with a bound on how long we wait for it."""
+"""Calls into code that may never return, with a bound on the wait; and calls that no interrupt may stop midway."""
 
 import threading
 from collections.abc import Callable
@@ -44,3 +44,50 @@ def run_bounded(function: Callable[[], None], timeout: timedelta, name: str) -> 
     if problem:
         raise problem[0]
     return True
+
+
+def run_shielded(function: Callable[[], None], name: str) -> None:
+    """Run ``function`` to its end, whatever signals arrive meanwhile; what their handlers raise is raised afterwards.
+
+    Handlers run on the main thread, between any two steps of it. So the work is done on a thread of its own, and the main
+    thread only waits: as long as ``function`` takes, which must be bounded.
+
+    Args:
+        function: What to run, once.
+        name: Name of the thread, shown in a dump of all stacks.
+
+    Raises:
+        BaseException: What a handler raised meanwhile, else what ``function`` raised.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        function()
+        return
+    problem: list[BaseException] = []
+    interrupts: list[BaseException] = []
+    claimed, done = threading.Lock(), threading.Event()
+
+    def target() -> None:
+        if not claimed.acquire(blocking=False):
+            return
+        try:
+            function()
+        except BaseException as error:
+            problem.append(error)
+        finally:
+            done.set()
+
+    while not done.is_set():
+        try:
+            thread = threading.Thread(target=target, name=f"lightning-pgroup-{name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                target()  # Python 3.12 starts no thread any more once the interpreter has begun to exit
+            done.wait()
+            thread.join()
+        except BaseException as interrupt:
+            interrupts.append(interrupt)
+    if interrupts:
+        raise interrupts[0]
+    if problem:
+        raise problem[0]

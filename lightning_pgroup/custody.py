@@ -7,6 +7,7 @@ from datetime import timedelta
 from torch.distributed import ProcessGroup
 
 from lightning_pgroup import c10d, records
+from lightning_pgroup.bounded import run_shielded
 from lightning_pgroup.claim import Claim, Stage
 from lightning_pgroup.graveyard import Graveyard
 from lightning_pgroup.group import OwnedGroup
@@ -115,7 +116,13 @@ class Custody:
     def end(
         self, why: str, *, stage: str = "", by: Claim | None = None, abort: bool = False, timeout: timedelta | None = None
     ) -> None:
-        """End the group that we own, within ``timeout`` or its last user's. Local; nothing happens without one."""
+        """End the group that we own, within ``timeout`` or its last user's. Local; nothing happens without one.
+
+        A signal that arrives meanwhile is heard afterwards: a group that is half ended would be nobody's.
+        """
+        run_shielded(lambda: self._end(why, stage, by, abort, timeout), "end")
+
+    def _end(self, why: str, stage: str, by: Claim | None, abort: bool, timeout: timedelta | None) -> None:
         group, last = self.current, self.last_user
         if group is None or last is None:
             return

@@ -10,6 +10,7 @@ from datetime import datetime
 from torch.distributed import Store
 
 from lightning_pgroup import payload
+from lightning_pgroup.exceptions import text_of
 
 MAX_MESSAGE = 2_000
 """Length at which the message of an exception is cut."""
@@ -59,7 +60,7 @@ class FailureRecord:
             stage=stage,
             hook=hook,
             kind=type(error).__name__,
-            message=str(error)[:MAX_MESSAGE],
+            message=text_of(error)[:MAX_MESSAGE],
             time=time.time(),
         )
 

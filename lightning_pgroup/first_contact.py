@@ -26,6 +26,7 @@ import re
 import threading
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -33,9 +34,9 @@ from torch.distributed import Store
 
 from lightning_pgroup import payload
 from lightning_pgroup.errors import RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.exceptions import describe
 from lightning_pgroup.greetings import Answer, Contact, Go, Hello
 from lightning_pgroup.key_waiter import KeyWaiter
-from lightning_pgroup.rounds import describe
 from lightning_pgroup.store import delete_below
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class _Guest:
         self._where = where
         self._start = time.monotonic()
         self._waiter = waiter
+        self._token = ""
 
     def meet(self) -> Contact:
         hello = self._hello
@@ -110,6 +112,7 @@ class _Guest:
         token = answer["token"]
         if not _NAME.fullmatch(token):
             raise payload.garbled(key, "a token", token)
+        self._token = token
         if answer["refused"]:
             self._store.set(f"{token}/refused", json.dumps(answer["refused"]))
             raise RanksDisagreeError(
@@ -132,11 +135,23 @@ class _Guest:
         self._waiter.watch(
             [key],
             timedelta(seconds=left),
-            check=lambda: None,
+            check=self._check_host,
             late=lambda waited: self._late(),
-            last_words=lambda error: b"",
+            last_words=self._last_words,
         )
         return self._store.get(key)
+
+    def _check_host(self) -> None:
+        """Notice that the rank 0 which has answered is over, and another has come."""
+        if self._token and self._store.get("host") != self._token.encode():
+            raise RendezvousAbandonedError(
+                f"Rank {self._hello.rank} of {self._hello.size} gives up the first contact at {self._where}: rank 0 was started"
+                " again."
+            )
+
+    def _last_words(self, error: BaseException) -> bytes:
+        """What others may read who wait for the same word of rank 0."""
+        return json.dumps({"why": f"{self._hello.describe()} gave up, {describe(error)}", "last": 0}).encode()
 
     def _late(self) -> RendezvousTimeoutError:
         return RendezvousTimeoutError(
@@ -162,6 +177,7 @@ class _Host:
         self._keys: list[str] = []
         self._seen: dict[int, Hello] = {}
         self._refused = ""
+        self._misfits: set[int] = set()
 
     def meet(self) -> Contact:
         self._store.set("host", self._token)
@@ -183,13 +199,14 @@ class _Host:
             # Before any answer: a rank that was refused may have come again, and is not to be refused twice for one attempt.
             if self._refused and self._store.check([f"{self._token}/refused"]):
                 why = payload.read_text(self._store.get(f"{self._token}/refused"), f"{self._token}/refused")
+                self._answer_hellos(count, all_but=self._misfits)  # so that the others hear it too
                 raise RanksDisagreeError(f"Rank 0 of {self._hello.size} can not start at {self._where}: {why}.")
             self._answer_hellos(count)
             if time.monotonic() - start > self._timeout.total_seconds():
                 raise self._late(time.monotonic() - start)
             pause.wait(_POLL)
 
-    def _answer_hellos(self, count: int) -> None:
+    def _answer_hellos(self, count: int, all_but: Collection[int] = ()) -> None:
         self._next = max(self._next, count - _FORGOTTEN - 10 * self._hello.size)
         self._open.update(range(self._next, count + 1))
         self._next = max(self._next, count + 1)
@@ -199,9 +216,11 @@ class _Host:
                 self._open.discard(number)
                 value = self._store.get(key)
                 hello = payload.if_readable(lambda value=value, key=key: _hello(value, key))  # type: ignore[misc]
-                if hello is None:
+                if hello is None or hello.rank in all_but:
                     continue
                 refused = self._misfit(hello)
+                if refused:
+                    self._misfits.add(hello.rank)
                 answer = {"token": self._token, "attempt": self._hello.attempt, "refused": refused}
                 self._store.set(f"answer/{hello.nonce}", json.dumps(answer))
                 self._seen[hello.rank] = hello

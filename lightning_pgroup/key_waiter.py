@@ -78,7 +78,7 @@ class KeyWaiter:
         *,
         check: Callable[[], None],
         late: Callable[[float], Exception],
-        last_words: Callable[[BaseException], bytes],
+        last_words: Callable[[BaseException], bytes] | None,
     ) -> None:
         """Wait until all ``keys`` are there, awake to signals and to what becomes of the others.
 
@@ -88,7 +88,8 @@ class KeyWaiter:
             check: Called ten times a second; raises when waiting has become pointless.
             late: Makes the error for ``timeout``, from the seconds that were waited.
             last_words: Makes the value that the missing keys get when this rank gives up, from its error: the thread that waits
-                here has to end, and others may wait for them too. A key that has come meanwhile keeps its value.
+                here has to end, and others may wait for them too. A key that has come meanwhile keeps its value. ``None`` where
+                these keys are not ours to set; the thread then goes on to the end of ``timeout``.
 
         Raises:
             BaseException: What ``check`` or a signal raised, what ``late`` made, or what the store raised.
@@ -119,9 +120,10 @@ class KeyWaiter:
                 raise problems[0]
         except BaseException as error:
             with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
-                for key in keys:
-                    self._client.store.compare_set(self._prefix + key, b"", last_words(error))
-            thread.join(_MARGIN.total_seconds())
+                if last_words is not None:
+                    for key in keys:
+                        self._client.store.compare_set(self._prefix + key, b"", last_words(error))
+            thread.join(0.0 if last_words is None else _MARGIN.total_seconds())
             if thread.is_alive():
                 self.replace()
             raise

@@ -19,10 +19,10 @@ from lightning_pgroup.claim import Claim, GroupRequest, Stage
 from lightning_pgroup.custody import Custody
 from lightning_pgroup.destroy import end_foreign
 from lightning_pgroup.errors import GroupLostError, GroupMismatchError, PGroupError, StrategyClosedError
+from lightning_pgroup.exceptions import describe
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.notices import Notices
 from lightning_pgroup.policy import Event, OnError, Ownership, reason
-from lightning_pgroup.rounds import describe
 
 RELEASE_TIMEOUT = timedelta(seconds=1)
 """How long the end of a process waits for the destructors of groups that it has aborted."""
@@ -157,9 +157,11 @@ class Lifecycle:
                 why = f"{Event.STAGE_ERROR.value} {describe(error)}"
                 # Who refuses a group, as all ranks do then, does not use it: it stays as it is.
                 refused = isinstance(error, GroupMismatchError) and not stage.acquired
-                if claim.failed and not nested:
-                    self._notices.tell_failure(stage, error, hook)
-                self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested or refused, why=why, by=claim)
+                try:
+                    if claim.failed and not nested:
+                        self._notices.tell_failure(stage, error, hook)
+                finally:
+                    self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested or refused, why=why, by=claim)
                 if not claim.failed:
                     self._end_later(stage, Event.ERROR_HANDLED)
             if not self._is_shared():
@@ -171,10 +173,10 @@ class Lifecycle:
         Called in the signal handler. The stage goes on to its end or to the next collective, which raises.
         """
         with self._exclusive():
-            if not claim.running or claim.config.on_error is OnError.KEEP:
+            stage = next((one for one in reversed(self._stages) if one.claim is claim), None)
+            if stage is None or claim.config.on_error is OnError.KEEP:  # none in a child that was forked inside one
                 return
             claim.terminated = True
-            stage = self.running_stage(claim)
             self._notices.tell_failure(stage, SystemExit("SIGTERM was received"), "")
             self._custody.apply(Event.STAGE_ERROR, stage=stage.name, why="SIGTERM was received", by=claim)
 
@@ -309,14 +311,17 @@ class Lifecycle:
         Args:
             timeout: Go on without the lock after this long, because the process ends.
         """
-        locked = self._lock.acquire(timeout=-1 if timeout is None else timeout.total_seconds())
-        self._depth += 1
+        locked = counted = False
         try:
+            locked = self._lock.acquire(timeout=-1 if timeout is None else timeout.total_seconds())
+            self._depth += 1
+            counted = True
             yield
             if self._depth == 1:
                 while self._collected:
                     self._give_up(self._collected.popleft(), Event.STRATEGY_COLLECTED)
         finally:
-            self._depth -= 1
+            if counted:
+                self._depth -= 1
             if locked:
                 self._lock.release()

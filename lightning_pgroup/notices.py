@@ -12,10 +12,10 @@ from lightning_pgroup.backends import blames_a_peer
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.claim import Stage
 from lightning_pgroup.custody import Custody
+from lightning_pgroup.exceptions import add_note, describe
 from lightning_pgroup.failure import FailureRecord
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.policy import Ownership
-from lightning_pgroup.rounds import describe
 from lightning_pgroup.team import Team
 
 TELL_TIMEOUT = timedelta(seconds=0.5)
@@ -58,14 +58,14 @@ class Notices:
         group, team = self._custody.current, self.team
         if not stage.failure and group is not None and team is not None and stage.acquired:
             self.tell(stage, error, hook, team, group.generation)
-        elif stage.failure and stage.failure not in getattr(error, "__notes__", ()):
-            error.add_note(stage.failure)
+        elif stage.failure:
+            add_note(error, stage.failure)
 
     def tell(self, stage: Stage, error: BaseException, hook: str, team: Team, generation: int) -> None:
         """Record the failure of a stage in, or before, the creation of a generation; see :meth:`tell_failure`."""
         record = FailureRecord.of(error, generation=generation, rank=team.rank, stage=stage.name, hook=hook)
         stage.failure = self._first_failure(team, record, error).describe()
-        error.add_note(stage.failure)
+        add_note(error, stage.failure)
         records.logger.warning(
             "%s %s failed here with %s. %s",
             records.prefix(team.run, team.attempt, team.rank, team.size, generation),

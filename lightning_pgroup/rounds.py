@@ -30,13 +30,14 @@ from torch.distributed import Store
 from lightning_pgroup import payload
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.errors import GarbledStoreError, RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.exceptions import describe
 from lightning_pgroup.introduction import Introduction, Said
 from lightning_pgroup.key_waiter import KeyWaiter
 
 _LIVENESS_PERIOD = 0.5
 _GRACE = timedelta(seconds=5)
 _ANSWER_TIMEOUT = timedelta(seconds=2)
-_DESCRIBED = 300
+_SHOWN = 300
 
 Answer = Callable[[list[dict[str, Any]]], str]
 """Makes the outcome of a round from what the ranks said, in rank order. Runs on one rank only, the last to arrive."""
@@ -277,18 +278,10 @@ class Rounds:
                 missing.append(f"rank {rank} (never seen)")
             elif (seen["round"] != number or seen["left"]) and rank != self._rank:
                 at = datetime.fromtimestamp(seen["time"]).strftime("%H:%M:%S")
-                stage = payload.clean(str(seen["said"].get("stage", ""))[:_DESCRIBED])
+                stage = payload.clean(str(seen["said"].get("stage", ""))[:_SHOWN])
                 missing.append(f"rank {rank} (last seen at {at}: {stage!r}, pid {seen['pid']} on {seen['host']})")
         absent = f"{len(missing)} did not come: {'; '.join(missing)}" if missing else "the last of them came too late"
         return RendezvousTimeoutError(
             f"{begin}{absent}. Let all ranks run the same stages in the same order; if a rank only needs longer, raise"
             " `rendezvous_timeout`."
         )
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line of bounded length, for other ranks and for records."""
-    text = str(error)
-    if len(text) > _DESCRIBED:
-        text = f"{text[:_DESCRIBED]} …"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,11 +1,15 @@
 """The function that a launcher runs in each rank, wrapped so that a stage encloses all hooks."""
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 
+from lightning_pgroup.bounded import run_shielded
+from lightning_pgroup.claim import Stage
 from lightning_pgroup.errors import WorldSizeError
+from lightning_pgroup.lifecycle import Lifecycle
 from lightning_pgroup.lightning_private import SIGTERMException, TunerExitException, failing_hook, requested_devices
 from lightning_pgroup.process_state import process_state
 
@@ -28,22 +32,40 @@ class StageCall:
         self._trainer = trainer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function. Called by the launcher, in each rank."""
-        lifecycle = process_state().lifecycle
-        stage = lifecycle.enter(self._strategy.claim(), stage_name(self._trainer), self._trainer, self._strategy.request)
+        """Run the function. Called by the launcher, in each rank.
+
+        A signal that arrives while the stage begins or ends is heard right after that: half an end would let others wait.
+        """
+        lifecycle, process = process_state().lifecycle, os.getpid()
+        stages: list[Stage] = []
+
+        def enter() -> None:
+            name, claim = stage_name(self._trainer), self._strategy.claim()
+            stages.append(lifecycle.enter(claim, name, self._trainer, self._strategy.request))
+
         try:
+            run_shielded(enter, "enter")
             result = self._function(*args, **kwargs)
         except BaseException as error:
-            hook = failing_hook(error)
-            if stage.claim.terminated and not isinstance(error, SIGTERMException):
-                # The group was dropped when the signal arrived; what followed from that is not what ends this rank.
-                end = SIGTERMException()
-                lifecycle.leave(stage, end, hook=hook)
-                raise end from error
-            lifecycle.leave(stage, error, tuner_exit=isinstance(error, TunerExitException), hook=hook)
+            if not stages or os.getpid() != process:  # a child that was forked inside has no part in the stage
+                raise
+            caught, ends = error, list[BaseException]()
+            run_shielded(lambda: ends.append(_leave(lifecycle, stages[0], caught)), "leave")
+            if ends[0] is not error:
+                raise ends[0] from error
             raise
-        lifecycle.leave(stage)
+        run_shielded(lambda: lifecycle.leave(stages[0]), "leave")
         return result
+
+
+def _leave(lifecycle: Lifecycle, stage: Stage, error: BaseException) -> BaseException:
+    """End a stage that raised; returns what it is to raise."""
+    hook = failing_hook(error)
+    if stage.claim.terminated and not isinstance(error, SIGTERMException):
+        # The group was dropped when the signal arrived; what followed from that is not what ends this rank.
+        error = SIGTERMException()
+    lifecycle.leave(stage, error, tuner_exit=isinstance(error, TunerExitException), hook=hook)
+    return error
 
 
 def stage_name(trainer: Trainer | None) -> str:

@@ -6,6 +6,7 @@ that a rank which waits there for one that has failed would wait for ever. Here 
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,12 +16,13 @@ from torch.distributed import Store
 from lightning_pgroup import payload
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.errors import GarbledStoreError, RendezvousAbandonedError, RendezvousTimeoutError
+from lightning_pgroup.exceptions import describe
 from lightning_pgroup.gloo_wire import RankAddress, call_and_hang_up, parse
 from lightning_pgroup.key_waiter import KeyWaiter
-from lightning_pgroup.rounds import describe
 
 _SHORTEST = 8
 _LONGEST_WHY = 2_000
+_ADDRESS_KEY = re.compile(r"//[a-z]+//\d+/\d+$")
 _OBITUARY = b"lightning_pgroup abandoned: "
 
 
@@ -130,7 +132,7 @@ class WatchedStore(Store):
                 limit,
                 check=self._check,
                 late=lambda waited: self._late(missing, waited, limit),
-                last_words=lambda error: self._obituary(describe(error)),
+                last_words=(lambda error: self._obituary(describe(error))) if all(map(_is_address, missing)) else None,
             )
         for key in filter(_is_address, missing):
             self._addresses[key] = self._like_own(key, self._living(self._inner.get(key)))
@@ -187,7 +189,7 @@ class WatchedStore(Store):
     def _late(self, keys: list[str], waited: float, timeout: timedelta) -> RendezvousTimeoutError:
         missing = [key for key in keys if not self._inner.check([key])]
         ranks = ", ".join(key.rpartition("/")[2] for key in missing if _is_address(key))
-        what = f"rank {ranks}" if ranks else f"the keys {missing}"
+        what = f"rank {ranks} of that group" if ranks else f"the keys {missing}"
         return RendezvousTimeoutError(
             f"{self._who} waited {waited:.1f} s of {timeout.total_seconds():.1f} s for {what} in the creation of a process"
             " group, in vain. Let all ranks create the same groups in the same order; if a rank only needs longer, raise the"
@@ -195,7 +197,7 @@ class WatchedStore(Store):
         )
 
     def _obituary(self, why: str) -> bytes:
-        return _OBITUARY + f"{self._who} gave up, {why}".encode()
+        return _OBITUARY + f"{self._who} gave up, {why}".encode(errors="replace")
 
     def _living(self, value: bytes) -> bytes:
         """An address, unless it is an obituary."""
@@ -227,4 +229,4 @@ class WatchedStore(Store):
 
 def _is_address(key: str) -> bool:
     """Whether a key is one under which gloo tells an address; these are set once and never change."""
-    return "//" in key
+    return _ADDRESS_KEY.search(key) is not None

@@ -136,7 +136,7 @@ def test_a_rank_that_is_killed_in_the_creation():
 
     kind, text = run_ranks(job, deadline=20, expect_death={1})[0]
     assert kind == "RendezvousTimeoutError"
-    assert "Rank 0 of 2 waited 3.0 s of 3.0 s for rank 1 in the creation of a process group" in text
+    assert "Rank 0 of 2 waited 3.0 s of 3.0 s for rank 1 of that group in the creation of a process group" in text
 
 
 def test_an_interrupt_reaches_a_rank_that_waits_in_the_creation():

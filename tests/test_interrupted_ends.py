@@ -1,0 +1,156 @@
+"""Signals, and exceptions that do not behave, while a stage begins or ends: nobody waits, and nothing is left half ended."""
+
+import os
+import random
+import signal
+import threading
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from lightning_pgroup import PGroupDDPStrategy
+from lightning_pgroup.bounded import run_shielded
+from lightning_pgroup.gloo_interface import VARIABLE
+from tests.faults import PATIENCE, Boom, attempt, fit, same, weights_of_a_fresh_process
+from tests.ranks import run_ranks
+
+
+class Alarm(Exception):
+    """What the handler of a user's own signal raises."""
+
+
+def ring(*args):
+    raise Alarm
+
+
+def test_a_shielded_call_runs_to_its_end_and_the_interrupt_follows():
+    entered, steps = threading.Event(), []
+
+    def work():
+        entered.set()
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            threading.Event().wait(0.02)
+            steps.append("done")
+
+    before = signal.signal(signal.SIGUSR2, ring)
+    try:
+        with pytest.raises(Alarm):
+            run_shielded(work, "test")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert steps == ["done"] * 3
+    with pytest.raises(KeyError):
+        run_shielded(lambda: {}["x"], "test")
+
+
+@pytest.mark.parametrize("failing", [True, False], ids=["a failed stage", "a good stage"])
+def test_signals_at_any_moment_around_the_end_of_a_stage(failing):
+    """Forty, on one rank of two; a stage that raises gets a second signal while it ends, as by an impatient Ctrl-C."""
+    fresh = weights_of_a_fresh_process(PGroupDDPStrategy())
+
+    def job(rank):
+        chance, found = random.Random(failing), []
+        for _ in range(40):
+            who, delay = chance.randrange(2), chance.uniform(0, 0.01)
+
+            class End(Callback):
+                def on_train_end(self, *args, who=who, delay=delay):
+                    if rank == who:
+                        threading.Timer(delay, os.kill, [os.getpid(), signal.SIGALRM]).start()
+                        if failing:
+                            raise Boom("the first")
+
+            signal.signal(signal.SIGALRM, ring)
+            try:
+                ended = attempt(PGroupDDPStrategy(destroy="on_teardown", timeout=20), callbacks=[End()])
+                threading.Event().wait(0.02)  # for a signal that comes after it all
+            except Alarm:
+                ended = None
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            alive, left = dist.is_initialized(), VARIABLE in os.environ
+            found.append((who, ended, alive, left, same(fresh[rank], fit(PGroupDDPStrategy(destroy="on_teardown")))))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return found
+
+    # A signal in Lightning's own handling of an exception lets it leave its signal handlers behind.
+    for row in zip(*run_ranks(job, deadline=80, check_leaks=not failing), strict=True):
+        for _, ended, alive, left, equal in row:
+            assert not alive, "a group was left"
+            assert not left, "a variable was left"
+            assert equal
+            assert ended is None or ended["kind"] in (None, "Boom", "Alarm", "RuntimeError", "RendezvousAbandonedError")
+        both = [ended["at"] for _, ended, _, _, _ in row if ended is not None]
+        assert max(both) - min(both) < PATIENCE if len(both) == 2 else True
+
+
+class NoText(Exception):
+    def __str__(self):
+        raise ValueError("no str")
+
+
+class WrongText(Exception):
+    def __str__(self):
+        return 5
+
+
+class Frozen(Exception):
+    __notes__ = ("mine",)
+
+
+class Mute(Exception):
+    add_note = None
+
+
+@pytest.mark.parametrize("kind", [NoText, WrongText, Frozen, Mute], ids=lambda kind: kind.__name__)
+def test_exceptions_that_can_not_be_told(kind):
+    def job(rank):
+        faults = [("module", "training_step", kind())] if rank == 1 else []
+        try:
+            fit(PGroupDDPStrategy(timeout=30), faults=faults)
+        except Exception as error:
+            return type(error).__name__, [str(note) for note in getattr(error, "__notes__", [])]
+
+    (zero, notes), (one, _) = run_ranks(job, deadline=20)
+    assert (zero, one) == ("RuntimeError", kind.__name__)
+    assert "was on rank 1" in notes[0]
+    assert kind.__name__ in notes[0]
+
+
+def test_a_child_that_is_forked_inside_a_stage_has_no_part_in_it():
+    def job(rank):
+        codes = []
+
+        class Fork(Callback):
+            def on_train_batch_start(self, *args):
+                child = os.fork()
+                if child == 0:
+                    raise SystemExit(0)  # unwinds the stage, in the child
+                codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                dist.barrier()
+
+        parent = os.getpid()
+        try:
+            ended = attempt(PGroupDDPStrategy(timeout=20), callbacks=[Fork()])
+        finally:
+            if os.getpid() != parent:
+                os._exit(7)
+        fit(PGroupDDPStrategy())
+        return ended["kind"], set(codes)
+
+    assert run_ranks(job, deadline=30) == [(None, {7}), (None, {7})]
+
+
+def test_the_barrier_that_torch_makes_in_the_store_on_demand():
+    """Its keys look like those of gloo, but are none."""
+
+    def job(rank):
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+        dist.distributed_c10d._USE_STORE_BARRIER = True
+        try:
+            return [attempt(PGroupDDPStrategy(destroy="on_teardown", timeout=20))["kind"] for _ in range(5)]
+        finally:
+            del os.environ["TORCH_DIST_INIT_BARRIER"]
+
+    assert run_ranks(job, deadline=30) == [[None] * 5] * 2
