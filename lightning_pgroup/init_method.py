@@ -4,6 +4,7 @@ It is the user's own, or the main address of the cluster environment in the same
 """
 
 import os
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,8 @@ AGENT_PATIENCE = timedelta(seconds=2)
 
 HOST_PATIENCE = timedelta(seconds=2)
 """How long to wait in a store for the word of rank 0 that it is its own, before that is looked for anew."""
+
+_LENGTH = 4
 
 _HOSTED = "lightning_pgroup/hosted"
 
@@ -130,6 +133,8 @@ def _file_store(path: Path, rank: int, world_size: int, timeout: timedelta) -> S
         wrong = "that is a folder"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
         wrong = "it can not be written"
+    elif not _holds_a_store(path):
+        wrong = "it holds something else than a store, or was torn in the middle of an entry: remove it"
     if wrong:
         raise StoreLostError(
             f"Rank {rank} of {world_size} can not meet the others in the file {str(path)!r}: {wrong}. Name a file in a folder"
@@ -138,3 +143,21 @@ def _file_store(path: Path, rank: int, world_size: int, timeout: timedelta) -> S
     store = FileStore(str(path), world_size)
     store.set_timeout(timeout)
     return store
+
+
+def _holds_a_store(path: Path) -> bool:
+    """Whether a file is a store of torch's: one text after the other, each a length in four bytes and that many bytes.
+
+    Torch would read on in anything else for ever, with Python's lock held.
+    """
+    if sys.platform == "win32" or not path.exists():
+        return True
+    import fcntl
+
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # torch locks it while it writes
+        size, at = os.fstat(file.fileno()).st_size, 0
+        while at < size:
+            at += _LENGTH + int.from_bytes(file.read(_LENGTH), sys.byteorder)
+            file.seek(at)
+    return at == size

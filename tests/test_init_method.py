@@ -320,6 +320,24 @@ def test_the_file_of_a_crashed_run_is_not_hung_on(first, tmp_path):
     assert run_ranks(job, deadline=40) == [(1.0, ["created", "created"])] * 2
 
 
+NO_STORE = {
+    "text": b"hello, this is a text and no store",
+    "torn": b"\x09\0\0\0refco",
+    "torn length": b"\1\0",
+    "lengths": b"\xff" * 64,
+}
+
+
+@pytest.mark.parametrize("content", NO_STORE)
+def test_a_file_that_is_no_store_is_an_error_at_once(content, tmp_path):
+    """Torch would read on in it for ever, with Python's lock held."""
+    path = tmp_path / "store"
+    path.write_bytes(NO_STORE[content])
+    for text, took in run_ranks(lambda rank: refused(StoreLostError, f"file://{path}"), deadline=20):
+        assert "it holds something else than a store" in text
+        assert took < 1
+
+
 def test_a_file_with_anything_else_in_it_is_not_hung_on(tmp_path):
     """As another program of torch's leaves it."""
     path = tmp_path / "store"
