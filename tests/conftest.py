@@ -25,7 +25,7 @@ from tests.ranks import open_descriptors
 
 # Torch asks the name server for each address that it connects to, and glibc waits 5 s for an answer that gets lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# A shell starts what it does not wait for with Ctrl-C ignored, and so would all ranks and scripts be that are started from here.
+# A shell starts what it does not wait for with Ctrl-C ignored, and so would all ranks and scripts be that start from here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 _arena = multiprocessing.get_context("fork").Value("i")  # opens the descriptors of what ranks share, once and for all
