@@ -1,11 +1,15 @@
 """Calls into code that may never return, with a bound on the wait; and calls that no interrupt may stop midway."""
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
+_hurry = threading.Event()
+_SLICE = 0.05
 
-def run_bounded(function: Callable[[], None], timeout: timedelta, name: str) -> bool:
+
+def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, impatient: bool = False) -> bool:
     """Run ``function`` on a daemon thread and wait for it at most ``timeout``.
 
     Args:
@@ -13,6 +17,7 @@ def run_bounded(function: Callable[[], None], timeout: timedelta, name: str) -> 
             Python that starts no thread any more (3.12) runs it right here, without the bound.
         timeout: The bound.
         name: Name of the thread, shown in a dump of all stacks.
+        impatient: Whether an interrupt of the shielded call around this one (:func:`run_shielded`) ends the wait.
 
     Returns:
         Whether it ended in time.
@@ -38,11 +43,19 @@ def run_bounded(function: Callable[[], None], timeout: timedelta, name: str) -> 
         # Python 3.12 starts no thread any more once the interpreter has begun to exit.
         target()
     else:
-        if not done.wait(timeout.total_seconds()):
+        if not (_wait_impatiently(done, timeout) if impatient else done.wait(timeout.total_seconds())):
             return False
         thread.join()
     if problem:
         raise problem[0]
+    return True
+
+
+def _wait_impatiently(done: threading.Event, timeout: timedelta) -> bool:
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not done.wait(max(0.0, min(_SLICE, deadline - time.monotonic()))):
+        if _hurry.is_set() or time.monotonic() >= deadline:
+            return False
     return True
 
 
@@ -65,6 +78,7 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
     problem: list[BaseException] = []
     interrupts: list[BaseException] = []
     claimed, done = threading.Lock(), threading.Event()
+    _hurry.clear()
 
     def target() -> None:
         if not claimed.acquire(blocking=False):
@@ -87,6 +101,7 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
             thread.join()
         except BaseException as interrupt:
             interrupts.append(interrupt)
+            _hurry.set()
     if interrupts:
         raise interrupts[0]
     if problem:

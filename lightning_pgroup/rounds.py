@@ -209,9 +209,9 @@ class Rounds:
         outcome: Outcome = {"abandoned": self._rank, "why": why, "silent": True}
 
         def publish() -> None:
-            outcome["silent"] = False
             with contextlib.suppress(GarbledStoreError):  # whoever reads that gives up too
                 outcome.update(self._publish(key, {"abandoned": self._rank, "why": why}))
+            outcome["silent"] = False  # the store has answered
 
         run_bounded(publish, _ANSWER_TIMEOUT, "give-up")
         if self._thread is not None:

@@ -21,7 +21,7 @@ def shut_down(groups: list[ProcessGroup], timeout: timedelta, *, release: bool) 
 
     Args:
         groups: Taken out of torch's bookkeeping before.
-        timeout: How long to wait for all of them together.
+        timeout: How long to wait for all of them together; an interrupt ends the wait.
         release: Whether to release them too, within the same bound: gloo's destructor waits for work that is still pending.
             The list is empty afterwards if that ended in time.
 
@@ -39,7 +39,7 @@ def shut_down(groups: list[ProcessGroup], timeout: timedelta, *, release: bool) 
         if release:
             groups.clear()
 
-    return run_bounded(run, timeout, "shutdown")
+    return run_bounded(run, timeout, "shutdown", impatient=True)
 
 
 def cut(backends: Iterable[str], addresses: Sequence[bytes]) -> None:
