@@ -104,7 +104,7 @@ ENDS = {
 }
 
 AGENT = (
-    r"(?:[WE]\d{4} .* torch/distributed/.*\n"
+    r"(?:[WE]\d{4} .*torch/distributed/.*\n"
     r"|Traceback \(most recent call last\):\n(?:  .*\n)+"
     r"torch\.distributed\.elastic\.multiprocessing\.(?:errors\.ChildFailedError|api\.SignalException): .*\n"
     r"|[=-]{60}\n|.*script\.py FAILED\n|Failures:\n|Root Cause .*\n|\[\d\]:\n|  .*\n)*"
