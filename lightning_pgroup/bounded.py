@@ -9,6 +9,44 @@ _hurry = threading.Event()
 _SLICE = 0.05
 
 
+class _Call:
+    """A function that runs once, on the thread that comes to it first, and what it has raised."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.done = threading.Event()
+        self._function = function
+        self._claimed = threading.Lock()
+        self._problem: list[BaseException] = []
+        self._threads: list[threading.Thread] = []
+
+    def start(self, name: str) -> None:
+        """Run it on a daemon thread; or right here, where Python 3.12 starts none any more, as the interpreter exits."""
+        thread = threading.Thread(target=self._run, name=f"lightning-pgroup-{name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._run()
+        else:
+            self._threads.append(thread)
+
+    def finish(self) -> None:
+        """Leave no thread of it behind, once it is done, and raise what it has raised."""
+        for thread in self._threads:
+            thread.join()
+        if self._problem:
+            raise self._problem[0]
+
+    def _run(self) -> None:
+        if not self._claimed.acquire(blocking=False):
+            return
+        try:
+            self._function()
+        except BaseException as error:
+            self._problem.append(error)
+        finally:
+            self.done.set()
+
+
 def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, impatient: bool = False) -> bool:
     """Run ``function`` on a daemon thread and wait for it at most ``timeout``.
 
@@ -25,29 +63,11 @@ def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, 
     Raises:
         Exception: What ``function`` raised, if it ended in time.
     """
-    problem: list[BaseException] = []
-    done = threading.Event()
-
-    def target() -> None:
-        try:
-            function()
-        except BaseException as error:
-            problem.append(error)
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=target, name=f"lightning-pgroup-{name}", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        # Python 3.12 starts no thread any more once the interpreter has begun to exit.
-        target()
-    else:
-        if not (_wait_impatiently(done, timeout) if impatient else done.wait(timeout.total_seconds())):
-            return False
-        thread.join()
-    if problem:
-        raise problem[0]
+    call = _Call(function)
+    call.start(name)
+    if not (_wait_impatiently(call.done, timeout) if impatient else call.done.wait(timeout.total_seconds())):
+        return False
+    call.finish()
     return True
 
 
@@ -75,34 +95,16 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
     if threading.current_thread() is not threading.main_thread():
         function()
         return
-    problem: list[BaseException] = []
     interrupts: list[BaseException] = []
-    claimed, done = threading.Lock(), threading.Event()
-    _hurry.clear()
-
-    def target() -> None:
-        if not claimed.acquire(blocking=False):
-            return
+    call = _Call(function)
+    while not call.done.is_set():
         try:
-            function()
-        except BaseException as error:
-            problem.append(error)
-        finally:
-            done.set()
-
-    while not done.is_set():
-        try:
-            thread = threading.Thread(target=target, name=f"lightning-pgroup-{name}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                target()  # Python 3.12 starts no thread any more once the interpreter has begun to exit
-            done.wait()
-            thread.join()
+            call.start(name)
+            call.done.wait()
         except BaseException as interrupt:
             interrupts.append(interrupt)
             _hurry.set()
+    _hurry.clear()  # or a later destroy, with no interrupt of its own, would not be waited for
     if interrupts:
         raise interrupts[0]
-    if problem:
-        raise problem[0]
+    call.finish()
