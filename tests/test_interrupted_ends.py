@@ -4,13 +4,14 @@ import os
 import random
 import signal
 import threading
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_pgroup import PGroupDDPStrategy
-from lightning_pgroup.bounded import run_shielded
+from lightning_pgroup.bounded import run_bounded, run_shielded
 from lightning_pgroup.gloo_interface import VARIABLE
 from tests.faults import PATIENCE, Boom, attempt, fit, same, weights_of_a_fresh_process
 from tests.ranks import run_ranks
@@ -43,6 +44,28 @@ def test_a_shielded_call_runs_to_its_end_and_the_interrupt_follows():
     assert steps == ["done"] * 3
     with pytest.raises(KeyError):
         run_shielded(lambda: {}["x"], "test")
+
+
+def test_an_interrupt_hurries_the_call_that_it_came_in_and_no_later_one():
+    """An impatient wait inside it is given up at once; the next, with no interrupt of its own, is patient again."""
+    released, ended = threading.Event(), []
+
+    def hang():
+        os.kill(os.getpid(), signal.SIGUSR2)
+        ended.append(run_bounded(lambda: released.wait(20), timedelta(seconds=20), "test", impatient=True))
+        released.set()
+
+    before = signal.signal(signal.SIGUSR2, ring)
+    try:
+        with pytest.raises(Alarm):
+            run_shielded(hang, "test")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    run_shielded(
+        lambda: ended.append(run_bounded(lambda: threading.Event().wait(0.3), timedelta(seconds=20), "test", impatient=True)),
+        "test",
+    )
+    assert ended == [False, True]
 
 
 @pytest.mark.parametrize("failing", [True, False], ids=["a failed stage", "a good stage"])

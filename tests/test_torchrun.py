@@ -59,24 +59,34 @@ def test_500_stages_with_a_group_each_and_random_delays_between_the_ranks(tmp_pa
 
 
 CYCLES = """
-import os
+import os, threading
 from datetime import timedelta
+from pathlib import Path
 import torch
 import torch.distributed as dist
 
-for cycle in range(1, 4):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+rank, pause, tried = os.environ["RANK"], threading.Event(), Path("rank 1 has tried")
+for cycle, timeout in enumerate((30, 1, 1), start=1):
+    while cycle == 2 and rank == "0" and not tried.exists():
+        pause.wait(0.02)
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    finally:
+        if cycle == 2:
+            tried.touch()
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
-    print(f"SAY {os.environ['RANK']} cycle {cycle}\\n", end="", flush=True)
+    print(f"SAY {rank} cycle {cycle}\\n", end="", flush=True)
 """
 
 
 def test_f2_plain_recreation_fails_in_the_second_cycle(tmp_path):
+    """A rank that comes first finds the address of the other from the first cycle, and calls it in vain."""
     (tmp_path / "script.py").write_text(CYCLES)
     done = finish(start_command([*TORCHRUN, "script.py"], tmp_path), timeout=60)
     assert done.code != 0
     assert done.said() == ["0 cycle 1", "1 cycle 1"]
+    assert "[rank1]: RuntimeError: Gloo connectFullMesh failed" in done.err, done.err
 
 
 def check_end(journal, size):
