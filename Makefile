@@ -8,8 +8,7 @@ demo: .venv/examples
 	$(BIN)/python examples/digits.py --destroy on_teardown
 
 test: .venv/installed
-	$(BIN)/python -m pytest -m "not scripts"
-	$(BIN)/python -m pytest -m scripts -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: .venv/installed
 	$(BIN)/ruff check .

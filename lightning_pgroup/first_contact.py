@@ -70,7 +70,7 @@ def meet(store: Store, waiter: KeyWaiter, hello: Hello, timeout: timedelta, wher
 
 
 def successor(store: Store, contact: Contact) -> str:
-    """Which rank was started again since all had met, if one was. At most four operations, never waits.
+    """Which rank was started again since all had met, if one was. At most five operations, never waits.
 
     A launcher with an agent on each node starts the ranks of one node again without a word to the others, who may be waiting
     for one of them where they have no connection that would break.
@@ -82,13 +82,17 @@ def successor(store: Store, contact: Contact) -> str:
     Returns:
         The rank, in words; empty if there is none.
     """
-    if store.get("host") != contact.token.encode():
+    if _is_hosted_by_another(store, contact.token):
         return "rank 0"
     if (payload.if_readable(lambda: payload.read_number(store.get("hellos"), "hellos")) or 0) <= contact.last:
         return ""
     key = f"hello/{contact.last + 1}"
     hello = payload.if_readable(lambda: payload.read(store.get(key), key, Hello)) if store.check([key]) else None
     return "another rank" if hello is None else hello.describe()
+
+
+def _is_hosted_by_another(store: Store, token: str) -> bool:
+    return store.check(["host"]) and store.get("host") != token.encode()
 
 
 class _Guest:
@@ -143,7 +147,7 @@ class _Guest:
 
     def _check_host(self) -> None:
         """Notice that the rank 0 which has answered is over, and another has come."""
-        if self._token and self._store.get("host") != self._token.encode():
+        if self._token and _is_hosted_by_another(self._store, self._token):
             raise RendezvousAbandonedError(
                 f"Rank {self._hello.rank} of {self._hello.size} gives up the first contact at {self._where}: rank 0 was started"
                 " again."

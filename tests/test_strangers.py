@@ -19,7 +19,15 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from lightning_pgroup import GarbledStoreError, PGroupDDPStrategy, PGroupError, StoreLostError, failure, payload
+from lightning_pgroup import (
+    GarbledStoreError,
+    PGroupDDPStrategy,
+    PGroupError,
+    RendezvousTimeoutError,
+    StoreLostError,
+    failure,
+    payload,
+)
 from lightning_pgroup.agreement import Decision, Report
 from lightning_pgroup.descriptors import ROOM, make_room
 from lightning_pgroup.failure import FailureRecord
@@ -423,6 +431,16 @@ def test_first_contact_with_a_garbled_answer(key, name):
     store.set(f"answer/{hello.nonce}" if key == "answer" else f"{token}/go", GARBAGE[name])
     with pytest.raises(GarbledStoreError, match=key if key == "answer" else f"{token}/go"):
         meet(store, KeyWaiter(store), hello, LONG, "here")
+
+
+def test_first_contact_without_the_name_of_the_host():
+    """Whoever has deleted it: a rank that asks for it must not wait for it in the store, where no bound is its own."""
+    store, hello = HashStore(), Hello.of(1, 2, 0)
+    store.set(f"answer/{hello.nonce}", json.dumps({"token": "0" * 32, "attempt": 0, "refused": ""}))
+    start = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError, match="for rank 0, which did not answer"):
+        meet(store, KeyWaiter(store), hello, timedelta(seconds=0.5), "here")
+    assert time.monotonic() - start < 5
 
 
 def test_first_contact_with_a_token_that_is_a_path():
