@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pgroup import c10d, transport
+from lightning_pgroup import c10d, lineage, transport
 from lightning_pgroup.backends import peers_notice
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.excepthook import ExceptHookGuard
@@ -204,6 +204,7 @@ def create_group(
         hook.created()
         group = c10d.default_group()
         assert group is not None
+        lineage.remember(group, None)
         owned = OwnedGroup(generation, signature, run, attempt, weakref.ref(group), hook, interface, _store=store)
         if signature.world_size > 1 and not isinstance(store, WatchedStore):
             owned._addresses = tuple(_values(store, c10d.address_keys([group])))
