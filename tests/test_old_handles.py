@@ -16,6 +16,7 @@ from lightning_pgroup import PGroupDDPStrategy, c10d, destroy_process_group, lin
 from tests.models import TinyData, TinyModel, make_trainer
 from tests.ranks import run_ranks
 
+
 class Keeps(Callback):
     """Keeps whatever can hold a group."""
 
