@@ -130,6 +130,28 @@ def test_f31_a_foreign_group_that_we_end_fails_loudly():
         assert all(seen)
 
 
+def test_f36_what_a_rank_has_sent_arrives_although_it_ends_its_group():
+    """A rank that has sent its part ends the group at once, which something still holds; the other one still reads."""
+
+    def job(rank):
+        kept, right = [], []
+
+        class Last(Callback):
+            def teardown(self, trainer, pl_module, stage):
+                kept.append(dist.group.WORLD)
+                sender = len(kept) % 2
+                tensor = torch.full((1_000_000,), float(len(kept) if rank == sender else 0))
+                dist.broadcast(tensor, src=sender)
+                right.append(bool((tensor == len(kept)).all()))
+
+        for _ in range(20):
+            strategy = PGroupDDPStrategy(destroy="on_teardown", timeout=20)
+            make_trainer(strategy, callbacks=[Last()]).fit(TinyModel(), datamodule=TinyData())
+        return right
+
+    assert run_ranks(job) == [[True] * 20] * 2
+
+
 def test_f31_the_fault_itself():
     """Without the cut the old sockets go on working; torch finds the name of an old local group again."""
 
