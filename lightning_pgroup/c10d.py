@@ -116,6 +116,8 @@ def new_local_group(label: str, ranks: Sequence[int], *, backend: str | None, ti
 @contextlib.contextmanager
 def _named(label: str) -> Iterator[None]:
     global _label
+    world = distributed_c10d._world
+    default, count = world.default_pg, world.group_count
     is_ours = getattr(distributed_c10d, _LOCAL_NAME) is _local_name
     _label = label
     setattr(distributed_c10d, _LOCAL_NAME, _local_name)
@@ -123,6 +125,9 @@ def _named(label: str) -> Iterator[None]:
         yield
     finally:
         _label = ""
+        if world.default_pg is default:  # and was not ended by the handler of a signal
+            # A torch after 2.13 counts here too, but only on the members: the names of groups to come would differ.
+            world.group_count = count
         if not is_ours:
             restore_local_names()
 

@@ -251,7 +251,9 @@ def test_a_group_that_is_bound_to_a_device_is_not_split():
         distributed_c10d._get_split_source = refuse
         with pytest.raises(AssertionError, match="split"):
             dist.new_group([0], use_local_synchronization=True)
+        count = distributed_c10d._world.group_count
         group = c10d.new_local_group("one", [0], backend=None, timeout=None)
+        assert distributed_c10d._world.group_count == count, "only the members have counted"
         assert group.bound_device_id == default.bound_device_id == device
         assert group.group_desc == "one"
         destroy_process_group(foreign=True)
