@@ -190,9 +190,9 @@ def take_group(group: ProcessGroup) -> None:
     distributed_c10d._unregister_process_group(name)
 
 
-def group_names() -> frozenset[str]:
-    """The names of all groups of this process."""
-    return frozenset(distributed_c10d._world.pg_names.values())
+def group_names(which: Callable[[ProcessGroup], bool] = lambda group: True) -> frozenset[str]:
+    """The names of the groups of this process, or of some of them."""
+    return frozenset(name for group, name in distributed_c10d._world.pg_names.items() if which(group))
 
 
 def backends_in_use() -> frozenset[str]:
@@ -256,6 +256,22 @@ def _nccl(group: ProcessGroup) -> Any:
     except RuntimeError:
         return None
     return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
+
+
+def was_used(group: ProcessGroup) -> bool:
+    """Whether a collective has begun in ``group`` on this rank. ``False`` where its backend does not count them."""
+    try:
+        return bool(group._get_sequence_number_for_group() > 0)  # type: ignore[attr-defined]  # torch's stubs lack it
+    except RuntimeError:
+        return False
+
+
+def serves_cpu(group: ProcessGroup) -> bool:
+    """Whether ``group`` has a backend for tensors in main memory."""
+    try:
+        return group._get_backend(torch.device("cpu")) is not None
+    except RuntimeError:
+        return False
 
 
 def finish_hooks(group: ProcessGroup) -> None:

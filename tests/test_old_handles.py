@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pgroup import PGroupDDPStrategy, c10d, destroy_process_group, lineage, transport
+from lightning_pgroup.process_state import process_state
 from tests.models import TinyData, TinyModel, make_trainer
 from tests.ranks import run_ranks
 
@@ -28,6 +29,8 @@ class Keeps(Callback):
             "torch's": dist.new_group(everyone),
             "torch's, local": dist.new_group(everyone, use_local_synchronization=True),
         }
+        for group in self.groups.values():
+            dist.all_reduce(torch.ones(1), group=group)
         self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         self.wrapper = DistributedDataParallel(torch.nn.Linear(4, 1))
         self.lightnings = trainer.strategy.model
@@ -122,6 +125,8 @@ def test_f31_a_foreign_group_that_we_end_fails_loudly():
     def job(rank):
         dist.init_process_group("gloo", rank=rank, world_size=2)
         default, sub = dist.group.WORLD, dist.new_group([0, 1])
+        for group in (default, sub):
+            dist.all_reduce(torch.ones(1), group=group)
         destroy_process_group(foreign=True)
         sys.excepthook = sys.__excepthook__
         return [heard(lambda group=group: dist.all_reduce(torch.ones(1), group=group)) for group in (default, sub)]
@@ -152,6 +157,32 @@ def test_f36_what_a_rank_has_sent_arrives_although_it_ends_its_group():
     assert run_ranks(job) == [[True] * 20] * 2
 
 
+def test_a_group_may_end_as_soon_as_a_rank_has_it():
+    """While others still connect: the default group, a named one, and one of the user's own; something holds each of them."""
+
+    def job(rank):
+        strategy = PGroupDDPStrategy(destroy="on_teardown", groups={"all": [0, 1, 2, 3]}, timeout=20)
+        make_trainer(strategy, devices=4)
+        lifecycle, kept = process_state().lifecycle, []
+        for number in range(60):
+            stage = lifecycle.enter(strategy.claim(), "nothing", None, strategy.request)
+            lifecycle.acquire(stage)
+            if number % 3 == 1:
+                kept.append(strategy.group("all"))
+                strategy.destroy_group("all")
+            if number % 3 == 2:
+                kept.append(dist.new_group([0, 1, 2, 3]))
+            kept.append(dist.group.WORLD)
+            lifecycle.leave(stage)
+        stage = lifecycle.enter(strategy.claim(), "nothing", None, strategy.request)
+        lifecycle.acquire(stage)
+        silent = [number for number, old in enumerate(kept) if not heard(lambda old=old: old.allreduce([torch.ones(1)]).wait())]
+        lifecycle.leave(stage)
+        return silent
+
+    assert run_ranks(job, size=4, deadline=60) == [[]] * 4
+
+
 def test_f31_the_fault_itself():
     """Without the cut the old sockets go on working; torch finds the name of an old local group again."""
 
@@ -167,7 +198,9 @@ def test_f31_the_fault_itself():
 
         class Ends(Callback):
             def on_train_start(self, trainer, pl_module):
-                found.append(end(dist.new_group([0, 1])))
+                group = dist.new_group([0, 1])
+                dist.all_reduce(torch.ones(1), group=group)
+                found.append(end(group))
                 dist.barrier()
 
         make_trainer(PGroupDDPStrategy(), callbacks=[Ends()]).fit(TinyModel(), datamodule=TinyData())
