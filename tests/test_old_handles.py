@@ -158,29 +158,38 @@ def test_f36_what_a_rank_has_sent_arrives_although_it_ends_its_group():
 
 
 def test_a_group_may_end_as_soon_as_a_rank_has_it():
-    """While others still connect: the default group, a named one, and one of the user's own; something holds each of them."""
+    """While others may still connect, and without any use of it; something holds it: ours then fail loudly at once.
+
+    A group of the user's own does so when all ranks have met again: until then nobody knows whether all members have it.
+    """
+
+    def works(group):
+        return not heard(lambda: group.allreduce([torch.ones(1)]).wait())
 
     def job(rank):
         strategy = PGroupDDPStrategy(destroy="on_teardown", groups={"all": [0, 1, 2, 3]}, timeout=20)
         make_trainer(strategy, devices=4)
-        lifecycle, kept = process_state().lifecycle, []
-        for number in range(60):
+        lifecycle, ours, users = process_state().lifecycle, [], []
+        for number in range(100):
             stage = lifecycle.enter(strategy.claim(), "nothing", None, strategy.request)
             lifecycle.acquire(stage)
-            if number % 3 == 1:
-                kept.append(strategy.group("all"))
+            default = dist.group.WORLD
+            if number % 5 == 0:
+                named = strategy.group("all")
                 strategy.destroy_group("all")
-            if number % 3 == 2:
-                kept.append(dist.new_group([0, 1, 2, 3]))
-            kept.append(dist.group.WORLD)
+                ours.append(works(named))
+            if number % 5 > 1:
+                users.append(dist.new_group([0, 1, 2, 3]))
             lifecycle.leave(stage)
+            if number % 5 == 1:
+                ours.append(works(default))
         stage = lifecycle.enter(strategy.claim(), "nothing", None, strategy.request)
         lifecycle.acquire(stage)
-        silent = [number for number, old in enumerate(kept) if not heard(lambda old=old: old.allreduce([torch.ones(1)]).wait())]
+        users = [works(group) for group in users]
         lifecycle.leave(stage)
-        return silent
+        return ours, users
 
-    assert run_ranks(job, size=4, deadline=60) == [[]] * 4
+    assert run_ranks(job, size=4, deadline=60) == [([False] * 40, [False] * 60)] * 4
 
 
 def test_f31_the_fault_itself():
