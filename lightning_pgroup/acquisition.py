@@ -177,6 +177,7 @@ class Acquisition:
         custody.highest = generation  # whatever becomes of it: its keys must not be met again
         try:
             custody.end(decision.why, stage=stage.name, by=stage.claim)
+            custody.graveyard.cut_connections()
             start, clock = time.time(), time.perf_counter()
             team.delete_before(generation)
             group = create_group(
@@ -189,7 +190,7 @@ class Acquisition:
                 run=team.run,
                 attempt=team.attempt,
             )
-            group.watch(team.store)
+            group.watch(team.store, [request.signature.backend])
         except BaseException as error:
             # Others may wait for this rank in torch's own rendezvous, where they do not see it leave.
             self._notices.tell(stage, error, _HOOK, team, generation)
