@@ -151,6 +151,7 @@ class Acquisition:
             resized=resized,
             foreign=custody.ownership() is Ownership.FOREIGN,
             stage=stage.name,
+            held=stage.held,
             wanted=request.signature.shared(),
         )
 
@@ -159,6 +160,7 @@ class Acquisition:
         if decision.action == agreement.REFUSE:
             kind = GroupMismatchError if decision.mismatch else RanksDisagreeError
             raise kind(f"Rank {request.place.rank} can not start {stage.name!r}: {decision.why}.")
+        stage.renewed = decision.held
         if decision.action == agreement.ADOPT:
             self._adopt(stage, request, decision.why)
             return

@@ -5,7 +5,7 @@ No network, no torch. :mod:`lightning_pgroup.rounds` carries the reports to the 
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_pgroup import payload
@@ -33,6 +33,7 @@ class Report:
         resized: Whether the differences make a reuse impossible: the group has another size or order of ranks.
         foreign: Whether a group of other code is there instead.
         stage: What it is about to run.
+        held: The names of the sub-groups that its objects hold.
         wanted: The fields of the wanted signature that all ranks must share.
     """
 
@@ -45,6 +46,7 @@ class Report:
     resized: bool = False
     foreign: bool = False
     stage: str = ""
+    held: tuple[str, ...] = ()
     wanted: dict[str, Any] = field(default_factory=dict)
 
     def to_payload(self) -> dict[str, Any]:
@@ -73,12 +75,14 @@ class Decision:
         generation: The generation to reuse or to create; 0 otherwise.
         why: The reason, in words.
         mismatch: Whether the refusal is about differences to a living group, not between the ranks.
+        held: The names of the sub-groups that any rank's objects hold: their members make them anew, unless they live.
     """
 
     action: str
     generation: int
     why: str
     mismatch: bool = False
+    held: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The decision as JSON."""
@@ -108,6 +112,10 @@ def decide(reports: Sequence[Report]) -> Decision:
         The decision. Reuse needs the same living generation on all ranks, the wanted signature, and nobody who asks for a
         fresh group; all else leads to a new generation, one above the highest that any rank ever had.
     """
+    return replace(_decide(reports), held=tuple(sorted({name for report in reports for name in report.held})))
+
+
+def _decide(reports: Sequence[Report]) -> Decision:
     disagreement = _disagreement(reports)
     if disagreement:
         return Decision(action=REFUSE, generation=0, why=disagreement)

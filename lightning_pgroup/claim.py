@@ -71,6 +71,8 @@ class Stage:
         request: Says which group it asks for; asked for only when that is needed.
         met: Whether it has come to the rendezvous of the ranks, or has stayed away from it for good.
         acquired: Whether it has got its group.
+        held: The names of the named groups that this rank's objects hold.
+        renewed: The names that any rank's objects hold: these groups are to be made anew by their members.
         failure: The first failure of its generation, in words, once that is known.
     """
 
@@ -81,3 +83,5 @@ class Stage:
     met: bool = False
     failure: str = ""
     acquired: bool = False
+    held: tuple[str, ...] = ()
+    renewed: tuple[str, ...] = ()
