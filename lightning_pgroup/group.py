@@ -1,7 +1,7 @@
 """One generation: creates a default group over a store, knows whether it still lives, and ends it."""
 
-import contextlib
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pgroup import c10d, lineage, transport
 from lightning_pgroup.backends import peers_notice
-from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.excepthook import ExceptHookGuard
 from lightning_pgroup.gloo_interface import GlooInterface
 from lightning_pgroup.graveyard import Graveyard, Wrapper
@@ -22,7 +21,6 @@ from lightning_pgroup.records import prefix
 from lightning_pgroup.signature import GroupSignature
 from lightning_pgroup.watched_store import WatchedStore
 
-_READ_TIMEOUT = timedelta(seconds=0.5)
 _CALL_TIMEOUT = timedelta(seconds=0.5)
 
 
@@ -45,7 +43,7 @@ class OwnedGroup:
     _hook: ExceptHookGuard = field(repr=False)
     _interface: GlooInterface = field(repr=False)
     _wrappers: list[Wrapper] = field(default_factory=list, repr=False)
-    _held: ProcessGroup | None = field(default=None, repr=False)
+    _held: list[ProcessGroup] = field(default_factory=list, repr=False)
     _store: Store | None = field(default=None, repr=False)
     _addresses: tuple[bytes, ...] = field(default=(), repr=False)
     _monitor: FailureMonitor | None = field(default=None, repr=False)
@@ -63,16 +61,27 @@ class OwnedGroup:
     def hold_for(self, wrapper: DistributedDataParallel) -> None:
         """A DDP wrapper works with it: it must not be the last to let go; see :mod:`lightning_pgroup.graveyard`."""
         self._wrappers.append(weakref.ref(wrapper))
-        self._held = self._reference()
+        default, own = self._reference(), wrapper.process_group
+        self._held += [group for group in (default, own) if group is not None and group not in self._held]
 
     def release_holds(self) -> None:
         """Stop holding it for wrappers that are gone."""
         self._wrappers = [wrapper for wrapper in self._wrappers if wrapper() is not None]
         if not self._wrappers:
-            self._held = None
+            self._held.clear()
+
+    def wrappers_of(self, group: ProcessGroup) -> list[Wrapper]:
+        """The DDP wrappers that work with ``group``, the default group or one of its sub-groups."""
+        return [one for one in self._wrappers if (wrapper := one()) is not None and wrapper.process_group is group]
+
+    def let_go_of(self, group: ProcessGroup) -> None:
+        """Stop holding a sub-group that has ended; whoever ended it looks after its wrappers."""
+        self._held = [one for one in self._held if one is not group]
 
     def destroy(self, timeout: timedelta, graveyard: Graveyard) -> str:
         """End it in good order, or abort it when that takes longer than ``timeout``. Not collective.
+
+        What still holds it or one of its sub-groups afterwards can not talk over its connections any more (F31 of the design).
 
         Returns:
             Why it did not end in good order; empty if it did.
@@ -83,6 +92,7 @@ class OwnedGroup:
         try:
             if transport.shut_down(groups, timeout, release=not self._wrappers):
                 problem = ""
+                transport.cut(backends, addresses)
             else:
                 problem = f"the orderly shutdown did not end within `destroy_timeout` of {timeout.total_seconds():g} s"
         except Exception as error:
@@ -106,10 +116,10 @@ class OwnedGroup:
         """Cut its connections, so that those who wait for this rank wake up; it is to be aborted next. Waits for nobody."""
         transport.cut(c10d.backends_in_use(), self._all_addresses())
 
-    def watch(self, run_store: Store) -> None:
-        """Let a thread abort the group when another rank fails, if its backend does not wake a waiting rank by itself."""
-        if self.signature.world_size > 1 and not peers_notice([self.signature.backend]):
-            if self._store is not None and hasattr(self._store, "clone"):
+    def watch(self, run_store: Store, backends: Iterable[str]) -> None:
+        """Let a thread abort the group when another rank fails, if one of ``backends`` does not wake a waiting rank itself."""
+        if self._monitor is None and self.signature.world_size > 1 and not peers_notice(backends):
+            if self._store is not None and not isinstance(self._store, WatchedStore) and hasattr(self._store, "clone"):
                 self._store = self._store.clone()  # the thread must not wait for a client that the main thread waits with
             self._monitor = FailureMonitor(run_store, self.generation, self._abort_in_place)
 
@@ -118,9 +128,8 @@ class OwnedGroup:
         self._stop_monitor()
         self._hook.restore()
         self._interface.restore()
-        if self._held is not None:
-            groups, self._held = [self._held], None
-            graveyard.bury(groups, self._wrappers)
+        c10d.restore_local_names()
+        graveyard.bury(self._held, self._wrappers)
 
     def _abort_in_place(self) -> None:
         """Free a rank that waits in a collective; it then drops the group itself. Called on the monitor's thread."""
@@ -133,16 +142,10 @@ class OwnedGroup:
 
     def _all_addresses(self) -> tuple[bytes, ...]:
         """All addresses of this generation, sub-groups of others included; what is known of them if the store is gone."""
-        found: list[bytes] = []
-        store, keys = self._store, c10d.address_keys(c10d.all_groups()) if self.is_alive() else []
-        if store is not None and keys and not isinstance(store, WatchedStore):
-
-            def read() -> None:
-                with contextlib.suppress(Exception):  # the host of the store may be the rank that has died
-                    found.extend(_values(store, keys))
-
-            run_bounded(read, _READ_TIMEOUT, "addresses")
-        return (*self._seen_addresses(), *found)
+        store = self._store
+        if store is None or isinstance(store, WatchedStore) or not self.is_alive():
+            return self._seen_addresses()
+        return (*self._seen_addresses(), *transport.read_addresses([(store, c10d.address_keys(c10d.all_groups()))]))
 
     def _stop_monitor(self) -> None:
         if self._monitor is not None:
@@ -153,7 +156,7 @@ class OwnedGroup:
         self._stop_monitor()
         self.release_holds()
         groups = c10d.take_all_groups() if self.is_alive() else []
-        self._held = None
+        self._held.clear()
         self._hook.restore()
         self._interface.restore()
         return groups
@@ -207,7 +210,7 @@ def create_group(
         lineage.remember(group, None)
         owned = OwnedGroup(generation, signature, run, attempt, weakref.ref(group), hook, interface, _store=store)
         if signature.world_size > 1 and not isinstance(store, WatchedStore):
-            owned._addresses = tuple(_values(store, c10d.address_keys([group])))
+            owned._addresses = tuple(one for keys in c10d.address_keys([group]) for one in transport.values(store, keys))
         return owned
     except BaseException:
         hook.created()
@@ -229,13 +232,3 @@ def discard_unfinished(backend: str, store: Store) -> None:
     if watched is not None:
         watched.take_leave(c10d.group_names(), _CALL_TIMEOUT)
     transport.abort(c10d.take_all_groups(), [backend], () if watched is None else watched.addresses)
-
-
-def _values(store: Store, keys: list[list[str]]) -> list[bytes]:
-    """The values of those lists of keys that are all there; two operations for each list."""
-    found: list[bytes] = []
-    for one in keys:
-        if store.check(one):
-            at_once = store.has_extended_api()  # type: ignore[attr-defined]
-            found += store.multi_get(one) if at_once else [store.get(key) for key in one]
-    return found

@@ -121,14 +121,15 @@ def _may_be_held() -> bool:
 
 def _make_anew(strategy: "PGroupDDPStrategy", names: Sequence[str]) -> tuple[dict[str, ProcessGroup], dict[str, str]]:
     """The living groups that have a name, those that the ranks have agreed to make anew among them."""
+    living = [(lineage.name_of(group), group) for group in c10d.all_groups()]
+    named = {name: group for name, group in living if name is not None}
     problems: dict[str, str] = {}
     for name in names:
         try:
-            strategy.group(name)
+            named[name] = strategy.group(name)
         except (NotInGroupError, WorldSizeError, ValueError) as error:  # the rest ends the stage on all ranks
             problems[name] = str(error)
-    living = [(lineage.name_of(group), group) for group in c10d.all_groups()]
-    return {name: group for name, group in living if name is not None}, problems
+    return named, problems
 
 
 def _holdings(strategy: "PGroupDDPStrategy", stage: Stage) -> list[Holding]:
