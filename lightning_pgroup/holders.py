@@ -91,7 +91,7 @@ def _of_object(node: Node, is_comm_state: bool) -> Iterator[Holding]:
         return
     if isinstance(one, _NO_HOLDERS) or inspect.isroutine(one):
         return
-    names, inner, put = _kind(type(one))
+    names, inner, put = _kind(type(one))  # type: ignore[arg-type]  # a class can be hashed
     if inner:
         yield from _of_object((getattr(one, inner, None), node, inner), False)
         return
@@ -180,7 +180,7 @@ class _Levels(OrderedDict[int, Any]):
         self.sizes = sizes
 
     def __missing__(self, period: int) -> Any:
-        self[period], _ = dist.new_subgroups(group_size=self.sizes[period])
+        self[period], _ = dist.new_subgroups(group_size=self.sizes[period])  # type: ignore[no-untyped-call]
         return self[period]
 
 

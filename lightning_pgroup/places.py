@@ -4,7 +4,7 @@ Walks modules, dictionaries, lists and the attributes of the given objects, but 
 anywhere. Nor into sets, whose order differs between ranks, nor into long containers: these are data.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -57,6 +57,7 @@ def visit(start: Iterable[Node]) -> Iterator[Node]:
     while stack:
         node = stack.pop()
         found = node[0]
+        inside: Callable[[Any, Node], list[Node]]
         if isinstance(found, Module):
             inside = _inside_module
         elif isinstance(found, _CONTAINERS):
@@ -105,19 +106,17 @@ def replace(node: Node, new: Any) -> None:
 
 def _inside_module(module: Module, node: Node) -> list[Node]:
     attributes = module.__dict__
-    inner: list[Node] = [(child, node, name) for name, child in attributes.get("_modules", _NONE).items() if child is not None]
+    children = attributes.get("_modules")
+    inner: list[Node] = [(child, node, name) for name, child in children.items() if child is not None] if children else []
     # A module's own attributes come first, and these are the most, since its constructor sets them before a user's can.
-    pairs = islice(attributes.items(), _LAST_OWN, None)
+    pairs: Iterator[tuple[str, Any]] = islice(attributes.items(), _LAST_OWN, None)
     if next(pairs, _NOTHING)[0] != _OWN[-1]:
         pairs = iter(attributes.items())
     for name, one in pairs:
         kind = type(one)
-        if (
-            kind not in _LEAVES
-            and (kind is not tuple or not _LEAVES.issuperset(map(type, one)))
-            and name not in _PRIVATE_OF_MODULES
-        ):
-            inner.append((one, node, name))
+        if kind in _LEAVES or name in _PRIVATE_OF_MODULES or (kind is tuple and _LEAVES.issuperset(map(type, one))):
+            continue
+        inner.append((one, node, name))
     return inner
 
 

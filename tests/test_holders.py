@@ -15,7 +15,7 @@ GROUPS = {2: {"pairs": [[0, 1]]}, 4: {"pairs": [[0, 1], [2, 3]]}}
 
 
 def ours(size):
-    return PGroupDDPStrategy(destroy="on_teardown")
+    return PGroupDDPStrategy(destroy="on_teardown", groups=GROUPS[size])
 
 
 def plain(size):
