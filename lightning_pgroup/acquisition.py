@@ -152,6 +152,7 @@ class Acquisition:
             foreign=custody.ownership() is Ownership.FOREIGN,
             stage=stage.name,
             held=stage.held,
+            groups=stage.groups,
             wanted=request.signature.shared(),
         )
 

@@ -33,7 +33,8 @@ class Report:
         resized: Whether the differences make a reuse impossible: the group has another size or order of ranks.
         foreign: Whether a group of other code is there instead.
         stage: What it is about to run.
-        held: The names of the sub-groups that its objects hold.
+        held: The names of the named groups that its objects hold.
+        groups: The named groups that it knows: what they are, by name.
         wanted: The fields of the wanted signature that all ranks must share.
     """
 
@@ -47,6 +48,7 @@ class Report:
     foreign: bool = False
     stage: str = ""
     held: tuple[str, ...] = ()
+    groups: dict[str, Any] = field(default_factory=dict)
     wanted: dict[str, Any] = field(default_factory=dict)
 
     def to_payload(self) -> dict[str, Any]:
@@ -75,7 +77,7 @@ class Decision:
         generation: The generation to reuse or to create; 0 otherwise.
         why: The reason, in words.
         mismatch: Whether the refusal is about differences to a living group, not between the ranks.
-        held: The names of the sub-groups that any rank's objects hold: their members make them anew, unless they live.
+        held: The named groups that any rank's objects hold: their members make them anew, unless they live.
     """
 
     action: str
@@ -112,7 +114,11 @@ def decide(reports: Sequence[Report]) -> Decision:
         The decision. Reuse needs the same living generation on all ranks, the wanted signature, and nobody who asks for a
         fresh group; all else leads to a new generation, one above the highest that any rank ever had.
     """
-    return replace(_decide(reports), held=tuple(sorted({name for report in reports for name in report.held})))
+    held = {name for report in reports for name in report.held}
+    # A member that does not know it, or knows another one, would let the others wait.
+    known = [name for name in sorted(held) if all(name in report.groups for report in reports)]
+    same = [name for name in known if len({json.dumps(report.groups[name]) for report in reports}) == 1]
+    return replace(_decide(reports), held=tuple(same))
 
 
 def _decide(reports: Sequence[Report]) -> Decision:

@@ -198,12 +198,12 @@ def may_be_held() -> bool:
     return len(_ended) > 0 or not _MESHES_HOLD_GROUPS
 
 
-def has_ended(mesh: DeviceMesh) -> bool:
-    """Whether a group of ``mesh`` was destroyed; it knows them by their names."""
+def is_alive_mesh(mesh: DeviceMesh) -> bool:
+    """Whether torch knows all groups of ``mesh``, which has their names."""
     names = getattr(mesh, "_dim_group_names", None)
     if names is None:  # before torch 2.8; in a rank that the mesh leaves out there is neither
         names = [info[-1] for info in getattr(mesh, "_dim_group_infos", ())]
-    return not group_names().issuperset(names)
+    return group_names().issuperset(names)
 
 
 def group_names() -> frozenset[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pgroup import c10d, lineage, records
 from lightning_pgroup.claim import Stage
@@ -44,6 +45,7 @@ def holders_follow(strategy: "PGroupDDPStrategy") -> Iterator[None]:
         yield
         return
     stage = lifecycle.running_stage(claim)
+    stage.groups = {name: one.fingerprint() for name, one in strategy.defined_groups.items()}
     holdings: list[Holding] | None = None
     if lineage.names():
         holdings = _holdings(strategy, stage)
@@ -53,7 +55,7 @@ def holders_follow(strategy: "PGroupDDPStrategy") -> Iterator[None]:
     if default is None:
         return
     _served.add(default)
-    named, problems = _make_anew(strategy, stage.renewed)
+    named, problems = _make_anew(strategy, stage)
     if holdings is None and _may_be_held():
         holdings = _holdings(strategy, stage)
     if holdings:
@@ -65,7 +67,7 @@ def holders_follow(strategy: "PGroupDDPStrategy") -> Iterator[None]:
 
 def held_names(holdings: Sequence[Holding]) -> tuple[str, ...]:
     """The names of the named groups, dead or alive, that are held somewhere."""
-    names = {lineage.name_of(holding.group) for holding in holdings if holding.group is not None}
+    names = {lineage.name_of(one.held) for one in holdings if isinstance(one.held, ProcessGroup)}
     return tuple(sorted(name for name in names if name is not None))
 
 
@@ -90,13 +92,12 @@ def repoint(
         if not holding.has_ended():
             continue
         try:
-            # A mesh refuses any group, so that it does not matter which one.
-            holding.put(default if holding.group is None else _heir(holding.group, default, named, problems))
+            if isinstance(holding.held, DeviceMesh):
+                raise UnsuitableError("a DeviceMesh belongs to its groups for good: build it anew in a hook `setup`")
+            holding.put(_heir(holding.held, default, named, problems))
+            ended.append(holding.held)
         except UnsuitableError as error:
             left.append(f"{holding.place}: {error}")
-        else:
-            assert holding.group is not None
-            ended.append(holding.group)
     return left, ended
 
 
@@ -105,7 +106,9 @@ def _heir(group: ProcessGroup, default: ProcessGroup, named: dict[str, ProcessGr
     if name is not None:
         if name in named:
             return named[name]
-        raise UnsuitableError(problems.get(name, f"the ranks did not make {name!r} anew: use `strategy.group({name!r})`"))
+        raise UnsuitableError(
+            problems.get(name, f"the ranks did not make {name!r} anew: use `strategy.group({name!r})` on all of its members")
+        )
     if lineage.known(group) or group in _served:
         return default
     raise UnsuitableError(
@@ -119,15 +122,16 @@ def _may_be_held() -> bool:
     return c10d.may_be_held() or not all(map(c10d.is_alive, (*lineage.groups(), *_served)))
 
 
-def _make_anew(strategy: "PGroupDDPStrategy", names: Sequence[str]) -> tuple[dict[str, ProcessGroup], dict[str, str]]:
-    """The living groups that have a name, those that the ranks have agreed to make anew among them."""
+def _make_anew(strategy: "PGroupDDPStrategy", stage: Stage) -> tuple[dict[str, ProcessGroup], dict[str, str]]:
+    """The living groups that have a name, with those that the ranks have agreed to make anew; and why others are missing."""
     living = [(lineage.name_of(group), group) for group in c10d.all_groups()]
     named = {name: group for name, group in living if name is not None}
-    problems: dict[str, str] = {}
-    for name in names:
+    unknown = [name for name in stage.held if name not in stage.groups]
+    problems = {name: f"this strategy has no group {name!r}: give it `groups={{{name!r}: …}}`" for name in unknown}
+    for name in stage.renewed:
         try:
             named[name] = strategy.group(name)
-        except (NotInGroupError, WorldSizeError, ValueError) as error:  # the rest ends the stage on all ranks
+        except (NotInGroupError, WorldSizeError) as error:  # any other ends the stage, and frees those that wait
             problems[name] = str(error)
     return named, problems
 

@@ -51,21 +51,21 @@ class Holding:
 
     Attributes:
         place: Where it is.
-        group: What it holds; ``None`` for a ``DeviceMesh``, which knows its groups by their names.
+        held: What it holds.
         put: Puts another group there; raises :class:`UnsuitableError` where that is not safe.
     """
 
     place: str
-    group: ProcessGroup | None
+    held: ProcessGroup | DeviceMesh
     put: Callable[[ProcessGroup], None]
 
     def has_ended(self) -> bool:
         """Whether what it holds was destroyed."""
-        return self.group is None or not c10d.is_alive(self.group)
+        return not (c10d.is_alive_mesh(self.held) if isinstance(self.held, DeviceMesh) else c10d.is_alive(self.held))
 
 
 def find_holdings(start: Iterable[Node], comm_state: object | None) -> list[Holding]:
-    """All places that hold a group, and those that hold a dead ``DeviceMesh``. Local.
+    """All places that hold a group or a ``DeviceMesh``, dead or alive. Local.
 
     Args:
         start: The nodes to start from, see :func:`~lightning_pgroup.places.visit`.
@@ -75,7 +75,7 @@ def find_holdings(start: Iterable[Node], comm_state: object | None) -> list[Hold
     seen: set[int] = set()
     for node in visit(start):
         one = node[0]
-        if isinstance(one, ProcessGroup):
+        if isinstance(one, (ProcessGroup, DeviceMesh)):
             found.append(Holding(place_of(node), one, _putter(node)))
         elif not isinstance(one, _ENTERED) and node[1] is not None and id(one) not in seen:
             seen.add(id(one))
@@ -85,23 +85,16 @@ def find_holdings(start: Iterable[Node], comm_state: object | None) -> list[Hold
 
 def _of_object(node: Node, is_comm_state: bool) -> Iterator[Holding]:
     one = node[0]
-    if isinstance(one, DeviceMesh):
-        if c10d.has_ended(one):
-            yield Holding(place_of(node), None, _refuse_mesh)
-        return
     if isinstance(one, _NO_HOLDERS) or inspect.isroutine(one):
         return
     names, inner, put = _kind(type(one))  # type: ignore[arg-type]  # a class can be hashed
     if inner:
         yield from _of_object((getattr(one, inner, None), node, inner), False)
         return
-    for name in names or _attributes(one):
-        value = getattr(one, name, None)
-        if isinstance(value, ProcessGroup):
-            known = put or (_put_attribute if names or is_comm_state else _refuse_unknown)
-            yield Holding(f"{place_of(node)}.{name}", value, functools.partial(known, one, name))
-        elif isinstance(value, DeviceMesh) and c10d.has_ended(value):
-            yield Holding(f"{place_of(node)}.{name}", None, _refuse_mesh)
+    put = put or (_put_attribute if names or is_comm_state else _refuse_unknown)
+    for name, value in ((name, getattr(one, name, None)) for name in names) if names else _attributes(one):
+        if isinstance(value, (ProcessGroup, DeviceMesh)):
+            yield Holding(f"{place_of(node)}.{name}", value, functools.partial(put, one, name))
 
 
 @functools.lru_cache(maxsize=256)
@@ -116,9 +109,13 @@ def _kind(kind: type) -> tuple[tuple[str, ...], str, Callable[[Any, str, Process
     return (), "", None
 
 
-def _attributes(one: object) -> list[str]:
-    slots = [getattr(base, "__slots__", ()) for base in type(one).__mro__]
-    return [*getattr(one, "__dict__", ()), *(name for some in slots for name in ([some] if isinstance(some, str) else some))]
+def _attributes(one: object) -> Iterator[tuple[str, Any]]:
+    """The attributes that ``one`` itself has. Asks no property, since that may do anything."""
+    yield from getattr(one, "__dict__", {}).items()
+    for base in type(one).__mro__:
+        for name, slot in vars(base).items():
+            if inspect.ismemberdescriptor(slot):
+                yield name, getattr(one, name, None)
 
 
 def _putter(node: Node) -> Callable[[ProcessGroup], None]:
@@ -192,7 +189,3 @@ _PUT: dict[str, Callable[[Any, str, ProcessGroup], None]] = {
 
 def _refuse_unknown(holder: Any, name: str, group: ProcessGroup) -> None:
     raise UnsuitableError(f"what a {type(holder).__name__} derives from its group is not known: set it in a hook `setup`")
-
-
-def _refuse_mesh(group: ProcessGroup) -> None:
-    raise UnsuitableError("a DeviceMesh belongs to one group for good: build it anew in a hook `setup`")

@@ -1,21 +1,15 @@
 """A model and a callback that hold a process group in every kind of place, for the tests of what follows a re-creation."""
 
-from collections import OrderedDict
-from types import SimpleNamespace
-
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torchmetrics import BootStrapper, ClasswiseWrapper, MeanMetric, MetricCollection, MetricTracker, MinMaxMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import Running
-
-from tests.models import TinyModel
 
 
 class Recorder(Callback):
@@ -75,20 +69,3 @@ def fill(model, callback, group):
         "callback 2": lambda: callback.metrics["a"].process_group,
         "callback 3": lambda: callback.metrics[3][0].process_group,
     }
-
-
-class WideModel(TinyModel):
-    """Has a matrix that PowerSGD compresses, and an optimizer with a state, made by ``optimizer``."""
-
-    def __init__(self, optimizer=None):
-        super().__init__()
-        torch.manual_seed(3)
-        self.layer = torch.nn.Linear(4, 16)
-        self.wide = torch.nn.Linear(16, 16)
-        self.kept = SimpleNamespace(optimizer=optimizer)
-
-    def training_step(self, batch, batch_idx):
-        return self.wide(self.layer(batch[0])).pow(2).mean()
-
-
-__all__ = ["HierarchicalModelAverager", "OrderedDict", "Recorder", "WideModel", "fill", "pairs", "world"]

@@ -1,12 +1,14 @@
 """What holds a group gets the next one at the start of a stage, and what can not get it is named before it fails."""
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torchmetrics import SumMetric
 
-from lightning_pgroup import PGroupDDPStrategy
+from lightning_pgroup import PGroupDDPStrategy, c10d, heirs, holders
 from tests.holding import Recorder, fill, pairs, world
 from tests.models import TinyData, TinyModel, make_trainer
 from tests.ranks import run_ranks
@@ -87,3 +89,61 @@ def test_every_kind_of_holder_follows_over_three_generations(size, group_of):
         members = range(size) if group_of is world else (rank // 2 * 2, rank // 2 * 2 + 1)
         total = float(sum(member + 1 for member in members))
         assert seen == [(number, [], {total}, total * number) for number in (1, 2, 3)]
+
+
+class CommState:
+    """The state of a communication hook of a user's own."""
+
+    __slots__ = ("__dict__", "where")
+
+    def __init__(self, group):
+        self.where = self.also = group
+
+
+def test_what_the_strategy_itself_holds_follows():
+    def job(rank):
+        model, seen = TinyModel(), []
+        make_trainer(ours(2)).fit(model, datamodule=TinyData())
+        first = PGroupDDPStrategy(destroy="per_trainer", groups=GROUPS[2])
+        make_trainer(first).fit(model, datamodule=TinyData())
+        state = CommState(dist.group.WORLD)
+        strategy = PGroupDDPStrategy(
+            destroy="on_teardown", ddp_comm_state=state, process_group=first.group("pairs"), groups=GROUPS[2]
+        )
+
+        def look():
+            world, named = dist.group.WORLD, strategy.group("pairs")
+            seen.append((strategy.generation, strategy.model.process_group is named, state.where is state.also is world))
+
+        model.on_train_start = look
+        for _ in range(2):
+            make_trainer(strategy).fit(model, datamodule=TinyData())
+        strategy._ddp_comm_state = state.where
+        model.on_train_start = lambda: seen.append(strategy._ddp_comm_state is dist.group.WORLD)
+        make_trainer(strategy).fit(model, datamodule=TinyData())
+        return seen
+
+    assert run_ranks(job) == [[(3, True, True), (4, True, True), True]] * 2
+
+
+@pytest.mark.parametrize("destroy", ["at_exit", "on_teardown"])
+def test_what_ends_nothing_and_holds_nothing_is_not_looked_through(destroy):
+    """As long as the group of the first stage lives, nobody looks; afterwards only while something holds an ended one."""
+
+    def job(rank):
+        looked, find = [], heirs.find_holdings
+        heirs.find_holdings = lambda start, state: looked.append(c10d.may_be_held()) or find(start, state)
+        for _ in range(2):
+            trainer, model = make_trainer(PGroupDDPStrategy(destroy=destroy)), TinyModel()
+            trainer.fit(model, datamodule=TinyData())
+            trainer.test(model, datamodule=TinyData(), verbose=False)
+        return looked
+
+    for looked in run_ranks(job):
+        assert looked == [] if destroy == "at_exit" else all(looked)
+
+
+@pytest.mark.parametrize("kind", [*holders._ATTRIBUTES, *holders._INNER])
+def test_a_kind_that_is_known_by_its_name_is_there(kind):
+    module, name = kind.rsplit(".", 1)
+    assert isinstance(getattr(importlib.import_module(module), name), type), f"{kind} has moved: mend holders.py"
