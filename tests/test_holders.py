@@ -1,6 +1,10 @@
 """What holds a group gets the next one at the start of a stage, and what can not get it is named before it fails."""
 
+import contextlib
 import importlib
+import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,3 +151,16 @@ def test_what_ends_nothing_and_holds_nothing_is_not_looked_through(destroy):
 def test_a_kind_that_is_known_by_its_name_is_there(kind):
     module, name = kind.rsplit(".", 1)
     assert isinstance(getattr(importlib.import_module(module), name), type), f"{kind} has moved: mend holders.py"
+
+
+def test_the_example_of_the_page_runs_as_it_stands():
+    page = (Path(__file__).parent.parent / "docs" / "holders.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    def job(rank):
+        names = {"Model": TinyModel, "data": TinyData(), "Trainer": lambda **given: make_trainer(**given)}
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(block, names)
+        return out.getvalue().splitlines()
+
+    assert run_ranks(job, 4) == [re.findall(r"^# (.*)$", block, re.MULTILINE)] * 4
