@@ -419,6 +419,7 @@ def hello_of(rank):
 def test_first_contact_with_a_garbled_answer(key, name):
     store, hello = HashStore(), Hello.of(1, 2, 0)
     token = "0" * 32
+    store.set("host", token)
     store.set(f"answer/{hello.nonce}", json.dumps({"token": token, "attempt": 0, "refused": ""}))
     store.set(f"answer/{hello.nonce}" if key == "answer" else f"{token}/go", GARBAGE[name])
     with pytest.raises(GarbledStoreError, match=key if key == "answer" else f"{token}/go"):
