@@ -240,9 +240,10 @@ class Acquisition:
 
 
 def _checked(text: str, report: Report) -> Decision:
-    """Read the decision of the ranks; refuses to use a group that this one has not reported."""
+    """Read the decision of the ranks; refuses to use or to make a group that this one has not reported."""
     decision = Decision.from_json(text)
     reuse, adopt = decision.action == agreement.REUSE, decision.action == agreement.ADOPT
-    if (reuse and not 0 < decision.generation == report.generation) or (adopt and not report.foreign):
+    strange = not report.groups.keys() >= set(decision.held)
+    if strange or (reuse and not 0 < decision.generation == report.generation) or (adopt and not report.foreign):
         raise payload.garbled("round/<r>/outcome", "a decision of the ranks", text)
     return decision
