@@ -151,6 +151,8 @@ class Acquisition:
             resized=resized,
             foreign=custody.ownership() is Ownership.FOREIGN,
             stage=stage.name,
+            held=stage.held,
+            groups=stage.groups,
             wanted=request.signature.shared(),
         )
 
@@ -159,6 +161,7 @@ class Acquisition:
         if decision.action == agreement.REFUSE:
             kind = GroupMismatchError if decision.mismatch else RanksDisagreeError
             raise kind(f"Rank {request.place.rank} can not start {stage.name!r}: {decision.why}.")
+        stage.renewed = decision.held
         if decision.action == agreement.ADOPT:
             self._adopt(stage, request, decision.why)
             return
@@ -238,9 +241,10 @@ class Acquisition:
 
 
 def _checked(text: str, report: Report) -> Decision:
-    """Read the decision of the ranks; refuses to use a group that this one has not reported."""
+    """Read the decision of the ranks; refuses to use or to make a group that this one has not reported."""
     decision = Decision.from_json(text)
     reuse, adopt = decision.action == agreement.REUSE, decision.action == agreement.ADOPT
-    if (reuse and not 0 < decision.generation == report.generation) or (adopt and not report.foreign):
+    strange = not report.groups.keys() >= set(decision.held)
+    if strange or (reuse and not 0 < decision.generation == report.generation) or (adopt and not report.foreign):
         raise payload.garbled("round/<r>/outcome", "a decision of the ranks", text)
     return decision

@@ -5,7 +5,7 @@ No network, no torch. :mod:`lightning_pgroup.rounds` carries the reports to the 
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_pgroup import payload
@@ -33,6 +33,8 @@ class Report:
         resized: Whether the differences make a reuse impossible: the group has another size or order of ranks.
         foreign: Whether a group of other code is there instead.
         stage: What it is about to run.
+        held: The names of the named groups that its objects hold.
+        groups: The named groups that it knows: what they are, by name.
         wanted: The fields of the wanted signature that all ranks must share.
     """
 
@@ -45,6 +47,8 @@ class Report:
     resized: bool = False
     foreign: bool = False
     stage: str = ""
+    held: tuple[str, ...] = ()
+    groups: dict[str, Any] = field(default_factory=dict)
     wanted: dict[str, Any] = field(default_factory=dict)
 
     def to_payload(self) -> dict[str, Any]:
@@ -73,12 +77,14 @@ class Decision:
         generation: The generation to reuse or to create; 0 otherwise.
         why: The reason, in words.
         mismatch: Whether the refusal is about differences to a living group, not between the ranks.
+        held: The named groups that any rank's objects hold: their members make them anew, unless they live.
     """
 
     action: str
     generation: int
     why: str
     mismatch: bool = False
+    held: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The decision as JSON."""
@@ -108,6 +114,14 @@ def decide(reports: Sequence[Report]) -> Decision:
         The decision. Reuse needs the same living generation on all ranks, the wanted signature, and nobody who asks for a
         fresh group; all else leads to a new generation, one above the highest that any rank ever had.
     """
+    held = {name for report in reports for name in report.held}
+    # A member that does not know it, or knows another one, would let the others wait.
+    known = [name for name in sorted(held) if all(name in report.groups for report in reports)]
+    same = [name for name in known if len({json.dumps(report.groups[name]) for report in reports}) == 1]
+    return replace(_decide(reports), held=tuple(same))
+
+
+def _decide(reports: Sequence[Report]) -> Decision:
     disagreement = _disagreement(reports)
     if disagreement:
         return Decision(action=REFUSE, generation=0, why=disagreement)

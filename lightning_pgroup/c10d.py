@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 BOOKKEEPING = (
     "pg_map",
@@ -29,6 +30,11 @@ BOOKKEEPING = (
 """The maps of ``_World`` that hold groups."""
 
 _NAMES_PER_GENERATION = 1 << 20
+
+_MESHES_HOLD_GROUPS = "_pg_registry" in getattr(DeviceMesh, "__annotations__", ())
+"""Whether a mesh keeps its groups, as it does in newer torch, so that a group that nothing holds is in no mesh."""
+
+_ended: "weakref.WeakSet[ProcessGroup]" = weakref.WeakSet()
 
 _LOCAL_NAME = "_hash_ranks_to_str"
 """The function of torch that names a group which only its members create."""
@@ -162,6 +168,7 @@ def take_all_groups() -> list[ProcessGroup]:
         getattr(world, attribute).clear()
     distributed_c10d._unregister_all_process_groups()
     reset_names()
+    _ended.update(groups)
     return groups
 
 
@@ -180,6 +187,7 @@ def take_group(group: ProcessGroup) -> None:
     """Take one sub-group out of torch's bookkeeping; the others stay. The caller then has the last reference that torch had."""
     world = distributed_c10d._world
     name = world.pg_names[group]
+    _ended.add(group)
     tag = world.pg_to_tag.get(group)
     for attribute in BOOKKEEPING:
         if attribute != "tags_to_pg":
@@ -188,6 +196,19 @@ def take_group(group: ProcessGroup) -> None:
         if group in world.tags_to_pg.get(one, []):
             world.tags_to_pg[one].remove(group)
     distributed_c10d._unregister_process_group(name)
+
+
+def may_be_held() -> bool:
+    """Whether anything may hold a group that we have ended, or a mesh of it. Costs nothing."""
+    return len(_ended) > 0 or not _MESHES_HOLD_GROUPS
+
+
+def is_alive_mesh(mesh: DeviceMesh) -> bool:
+    """Whether torch knows all groups of ``mesh``, which has their names."""
+    names = getattr(mesh, "_dim_group_names", None)
+    if names is None:  # before torch 2.8; in a rank that the mesh leaves out there is neither
+        names = [info[-1] for info in getattr(mesh, "_dim_group_infos", ())]
+    return group_names().issuperset(names)
 
 
 def group_names(which: Callable[[ProcessGroup], bool] = lambda group: True) -> frozenset[str]:

@@ -71,6 +71,9 @@ class Stage:
         request: Says which group it asks for; asked for only when that is needed.
         met: Whether it has come to the rendezvous of the ranks, or has stayed away from it for good.
         acquired: Whether it has got its group.
+        groups: The named groups that its strategy knows: what they are, as a short text, by name.
+        held: The names of those that this rank's objects hold.
+        renewed: The names of those that any rank's objects hold, which their members are to make anew.
         failure: The first failure of its generation, in words, once that is known.
     """
 
@@ -81,3 +84,6 @@ class Stage:
     met: bool = False
     failure: str = ""
     acquired: bool = False
+    groups: dict[str, str] = field(default_factory=dict)
+    held: tuple[str, ...] = ()
+    renewed: tuple[str, ...] = ()

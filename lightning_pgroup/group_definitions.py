@@ -1,5 +1,6 @@
 """Named groups as a user defines them: which ranks belong together, under which name. Checked once."""
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +67,10 @@ class GroupDefinition:
                 f"`process_group={self.name!r}` lets each rank reduce its gradients over its list of {self.describe()}, but"
                 f" rank {', '.join(map(str, missing))} is in none of them. Put each of the {size} ranks into one."
             )
+
+    def fingerprint(self) -> str:
+        """A short text that is the same for the same lists, and only for these."""
+        return hashlib.sha1(self.describe().encode(), usedforsecurity=False).hexdigest()[:16]
 
     def describe(self) -> str:
         """The lists, as a user would write them."""

@@ -107,6 +107,11 @@ class GroupNames(DDPStrategy):
         if state is not None and group is not None:
             state.lifecycle.destroy_sub_group(group, self.claim().config.destroy_timeout)
 
+    @property
+    def defined_groups(self) -> Mapping[str, GroupDefinition]:
+        """All named groups that it knows, whether they live or not."""
+        return self._groups
+
     @abstractmethod
     def claim(self) -> Claim:
         """This strategy's stake in the group of this process."""

@@ -203,6 +203,10 @@ class Lifecycle:
         if self._custody.current is not None:
             self._custody.current.hold_for(wrapper)
 
+    def release(self, groups: list[ProcessGroup]) -> None:
+        """Let ended groups go that something has held until now. Local, never waits; the list is empty afterwards."""
+        self._custody.graveyard.bury(groups, ())
+
     def has_run(self) -> bool:
         """Whether any stage has ever run in this process, which makes it a rank."""
         return self._has_run

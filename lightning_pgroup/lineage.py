@@ -25,6 +25,16 @@ def known(group: ProcessGroup) -> bool:
     return group in _names
 
 
+def groups() -> list[ProcessGroup]:
+    """All groups that we have created and that anything holds, dead or alive."""
+    return list(_names)
+
+
+def names() -> frozenset[str]:
+    """The names of all groups that have one and that anything holds, dead or alive."""
+    return frozenset(name for name in _names.values() if name is not None)
+
+
 def name_of(group: ProcessGroup) -> str | None:
     """The name under which a strategy knows ``group``; ``None`` for the default group, and for one that is not ours."""
     return _names.get(group)

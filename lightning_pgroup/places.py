@@ -1,18 +1,31 @@
 """Finds what a user's objects hold, and names the place: ``model.encoder.norm.process_group``.
 
 Walks modules, dictionaries, lists and the attributes of the given objects, but not into objects of other kinds: they may lead
-anywhere. Nor into sets, whose order differs between ranks.
+anywhere. Nor into sets, whose order differs between ranks, nor into long containers: these are data.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
-_CONTAINERS = (list, tuple)
-_REGISTERED = ("_modules", "_parameters", "_buffers")
-_PRIVATE_OF_MODULES = frozenset({*vars(Module()), "_trainer", "_fabric"}) - set(_REGISTERED)
+Node: TypeAlias = tuple[Any, "tuple[Any, Any, Any] | None", Any]
+"""What was found, the node that holds it (``None`` for a root), and where it is in there: the name of an attribute, or the
+key or index in a tuple of one."""
+
+CONTAINER_LIMIT = 1000
+"""Containers that are longer are not entered."""
+
+_CONTAINERS = (dict, list, tuple)
+_OWN = tuple(vars(Module()))
+_LAST_OWN = len(_OWN) - 1
+_PRIVATE_OF_MODULES = frozenset({*_OWN, "_trainer", "_fabric"})
+_NONE: dict[str, Any] = {}
+_NOTHING = ("", None)
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, Tensor, Parameter, torch.dtype, torch.device})
 
 
 def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -25,28 +38,94 @@ def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         The place and what is there, the roots included. Tensors, numbers and texts are left out.
     """
     seen: set[int] = set()
+    for node in visit((root, None, name) for name, root in roots.items()):
+        found = node[0]
+        if id(found) not in seen and not isinstance(found, (str, bytes, int, float, complex, Tensor)):
+            seen.add(id(found))
+            yield place_of(node), found
+
+
+def visit(start: Iterable[Node]) -> Iterator[Node]:
+    """The same as nodes, from which the place can be had and its content replaced. In a hurry: each stage begins with it.
+
+    What is not entered comes once for each place that holds it, and all else once.
+    """
+    seen: set[int] = set()
     # A stack rather than recursion: a chain of modules may be long. Reversed, so that the first comes first.
-    stack = [(name, root, True) for name, root in reversed(list(roots.items()))]
+    stack = list(start)
+    stack.reverse()
     while stack:
-        place, found, is_root = stack.pop()
-        if found is None or isinstance(found, (str, bytes, int, float, complex, Tensor)) or id(found) in seen:
+        node = stack.pop()
+        found = node[0]
+        inside: Callable[[Any, Node], list[Node]]
+        if isinstance(found, Module):
+            inside = _inside_module
+        elif isinstance(found, _CONTAINERS):
+            inside = _inside_container
+        elif node[1] is None:
+            inside = _inside_root
+        else:
+            yield node
             continue
-        seen.add(id(found))
-        yield place, found
-        stack += [(name, one, False) for name, one in reversed(list(_inside(place, found, is_root)))]
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield node
+            if inner := inside(found, node):
+                inner.reverse()
+                stack += inner
 
 
-def _inside(place: str, found: Any, is_root: bool) -> Iterator[tuple[str, Any]]:
-    if isinstance(found, Mapping):
-        for key, one in found.items():
-            yield f"{place}[{key!r}]", one
-    elif isinstance(found, _CONTAINERS):
-        for index, one in enumerate(found):
-            yield f"{place}[{index}]", one
-    elif isinstance(found, Module):
-        for name, child in found._modules.items():
-            yield f"{place}.{name}", child
-    if isinstance(found, Module) or is_root:
-        for name, one in getattr(found, "__dict__", {}).items():
-            if not (isinstance(found, Module) and name in (*_REGISTERED, *_PRIVATE_OF_MODULES)):
-                yield f"{place}.{name}", one
+def place_of(node: Node) -> str:
+    """Where it was found, from its root on."""
+    found: list[str] = []
+    outer: Node | None = node
+    while outer is not None:
+        _, holder, where = outer
+        if holder is None:
+            found.append(where)
+        else:
+            found.append(f"[{where[0]!r}]" if isinstance(where, tuple) else f".{where}")
+        outer = holder
+    return "".join(reversed(found))
+
+
+def replace(node: Node, new: Any) -> None:
+    """Put something else into the place of a node.
+
+    Raises:
+        TypeError: It is in a tuple.
+        AttributeError: Its holder does not let its attributes be set.
+    """
+    _, holder, where = node
+    assert holder is not None
+    if isinstance(where, tuple):
+        holder[0][where[0]] = new
+    else:
+        setattr(holder[0], where, new)
+
+
+def _inside_module(module: Module, node: Node) -> list[Node]:
+    attributes = module.__dict__
+    children = attributes.get("_modules")
+    inner: list[Node] = [(child, node, name) for name, child in children.items() if child is not None] if children else []
+    # A module's own attributes come first, and these are the most, since its constructor sets them before a user's can.
+    pairs: Iterator[tuple[str, Any]] = islice(attributes.items(), _LAST_OWN, None)
+    if next(pairs, _NOTHING)[0] != _OWN[-1]:
+        pairs = iter(attributes.items())
+    for name, one in pairs:
+        kind = type(one)
+        if kind in _LEAVES or name in _PRIVATE_OF_MODULES or (kind is tuple and _LEAVES.issuperset(map(type, one))):
+            continue
+        inner.append((one, node, name))
+    return inner
+
+
+def _inside_container(found: dict[Any, Any] | list[Any] | tuple[Any, ...], node: Node) -> list[Node]:
+    if len(found) > CONTAINER_LIMIT:
+        return []
+    pairs = found.items() if isinstance(found, dict) else enumerate(found)
+    return [(one, node, (key,)) for key, one in pairs if type(one) not in _LEAVES]
+
+
+def _inside_root(root: Any, node: Node) -> list[Node]:
+    return [(one, node, name) for name, one in getattr(root, "__dict__", _NONE).items() if type(one) not in _LEAVES]

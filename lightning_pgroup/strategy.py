@@ -23,6 +23,7 @@ from lightning_pgroup.config import Duration, check_backend, check_ddp_arguments
 from lightning_pgroup.group_definitions import Ranks
 from lightning_pgroup.group_names import GroupNames
 from lightning_pgroup.group_request import request_group
+from lightning_pgroup.heirs import holders_follow
 from lightning_pgroup.lent_parts import LentParts
 from lightning_pgroup.lightning_private import get_rank_zero_rank, in_error_handling, reset_seed, set_rank_zero_rank
 from lightning_pgroup.multiprocessing_launcher import PGroupMultiProcessingLauncher
@@ -234,7 +235,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
         self.set_world_ranks()
         self._check_groups()
         self._process_group_backend = self._get_process_group_backend()
-        with self._collective("setup_distributed"):
+        with holders_follow(self), self._collective("setup_distributed"):
             pass
 
     @override

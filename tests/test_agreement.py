@@ -91,6 +91,26 @@ def test_ranks_that_want_different_things_are_refused(change, named):
     assert named in decision.why
 
 
+@pytest.mark.parametrize(
+    ("held", "groups", "made"),
+    [
+        ([["pairs"], [], []], [{"pairs": "x"}] * 3, ("pairs",)),
+        ([["pairs"], ["all", "pairs"], []], [{"pairs": "x", "all": "y", "odd": "z"}] * 3, ("all", "pairs")),
+        ([[], [], []], [{"pairs": "x"}] * 3, ()),
+        ([["pairs"], ["pairs"], []], [{"pairs": "x"}, {"pairs": "x"}, {}], ()),
+        ([["pairs"], ["pairs"], []], [{"pairs": "x"}, {"pairs": "x"}, {"pairs": "y"}], ()),
+        ([["pairs"], [], []], [{}] * 3, ()),
+    ],
+)
+def test_groups_that_any_rank_holds_are_made_if_all_know_the_same(held, groups, made):
+    for generation, action in ((0, CREATE), (5, REUSE)):
+        reports = [report(rank, generation, held=tuple(held[rank]), groups=groups[rank]) for rank in range(3)]
+        decision = decide(reports)
+        assert (decision.action, decision.held) == (action, made)
+        assert Decision.from_json(decision.to_json()) == decision
+        assert Report.from_payload(json.loads(json.dumps(reports[0].to_payload()))) == reports[0]
+
+
 def test_many_ranks_are_named_shortly():
     why = decide([report(rank, stage="fit" if rank else "test") for rank in range(1000)]).why
     assert "and 991 more" in why

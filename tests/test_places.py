@@ -1,10 +1,11 @@
 """The walk through a user's objects: each place named, each object once."""
 
+import pytest
 import torch
 from lightning.pytorch import Callback
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from lightning_pgroup.places import walk
+from lightning_pgroup.places import CONTAINER_LIMIT, place_of, replace, visit, walk
 from tests.models import CountingModel
 
 
@@ -50,3 +51,43 @@ def test_other_objects_are_shown_but_not_entered():
     assert places(Other, model=model) == ["model.other"]
     assert places(SumMetric, model=model) == ["model.count"]
     assert places(SumMetric, other=Other()) == ["other.metric"]
+
+
+def test_what_is_found_can_be_replaced():
+    class Other:
+        pass
+
+    model, holder, new = CountingModel(), Holder(), object()
+    model.other, holder.many = Other(), {"a": [Other(), (Other(),)]}
+    refused = []
+    for node in list(visit([(model, None, "model"), (holder, None, "Holder")])):
+        if isinstance(node[0], Other):
+            try:
+                replace(node, new)
+            except TypeError:
+                refused.append(place_of(node))
+    assert model.other is holder.many["a"][0] is new
+    assert refused == ["Holder.many['a'][1][0]"]
+
+
+def test_data_is_not_walked():
+    model = CountingModel()
+    model.few, model.many = [MeanMetric()] * 2, [MeanMetric()] * (CONTAINER_LIMIT + 1)
+    model.shape, model.tensors = (1, 2, None), {n: torch.zeros(1) for n in range(3)}
+    assert places(MeanMetric, model=model) == ["model.few[0]"]
+    assert places(tuple, model=model) == []
+
+
+def test_attributes_that_were_set_before_those_of_the_module_itself():
+    class Early(torch.nn.Module):
+        def __init__(self):
+            self.early = {"metric": MeanMetric()}
+            super().__init__()
+            self.late = {"metric": SumMetric()}
+
+    assert places((MeanMetric, SumMetric), early=Early()) == ["early.early['metric']", "early.late['metric']"]
+
+
+@pytest.mark.parametrize("root", [None, 3, "text", CountingModel])
+def test_roots_that_hold_nothing(root):
+    assert places(SumMetric, root=root) == []

@@ -176,13 +176,20 @@ def test_garbage_that_is_only_good_to_know_does_not_stop_a_run():
 OUTCOMES = {
     "answer is no decision": {"answer": "yes"},
     "answer is a number": {"answer": 3},
-    "unknown action": {"answer": json.dumps({"action": "run", "generation": 1, "why": "x", "mismatch": False})},
-    "nan": {"answer": '{"action": "create", "generation": NaN, "why": "x", "mismatch": false}'},
-    "generation 0": {"answer": json.dumps({"action": "create", "generation": 0, "why": "x", "mismatch": False})},
-    "huge generation": {"answer": json.dumps({"action": "create", "generation": 10**30, "why": "x", "mismatch": False})},
-    "reuse what is not there": {"answer": json.dumps({"action": "reuse", "generation": 9, "why": "x", "mismatch": False})},
-    "reuse nothing": {"answer": json.dumps({"action": "reuse", "generation": 0, "why": "x", "mismatch": False})},
-    "adopt what is not there": {"answer": json.dumps({"action": "adopt", "generation": 0, "why": "x", "mismatch": False})},
+    "unknown action": {"answer": json.dumps({"action": "run", "generation": 1, "why": "x", "mismatch": False, "held": []})},
+    "nan": {"answer": '{"action": "create", "generation": NaN, "why": "x", "mismatch": false, "held": []}'},
+    "generation 0": {"answer": json.dumps({"action": "create", "generation": 0, "why": "x", "mismatch": False, "held": []})},
+    "huge generation": {
+        "answer": json.dumps({"action": "create", "generation": 10**30, "why": "x", "mismatch": False, "held": []})
+    },
+    "reuse what is not there": {
+        "answer": json.dumps({"action": "reuse", "generation": 9, "why": "x", "mismatch": False, "held": []})
+    },
+    "reuse nothing": {"answer": json.dumps({"action": "reuse", "generation": 0, "why": "x", "mismatch": False, "held": []})},
+    "adopt what is not there": {
+        "answer": json.dumps({"action": "adopt", "generation": 0, "why": "x", "mismatch": False, "held": []})
+    },
+    "a group that no rank knows": {"answer": Decision(action="create", generation=1, why="x", held=("x",)).to_json()},
     "abandoned by nobody": {"abandoned": 2, "why": "x"},
     "abandoned without a reason": {"abandoned": 1},
 }
@@ -427,6 +434,7 @@ def hello_of(rank):
 def test_first_contact_with_a_garbled_answer(key, name):
     store, hello = HashStore(), Hello.of(1, 2, 0)
     token = "0" * 32
+    store.set("host", token)
     store.set(f"answer/{hello.nonce}", json.dumps({"token": token, "attempt": 0, "refused": ""}))
     store.set(f"answer/{hello.nonce}" if key == "answer" else f"{token}/go", GARBAGE[name])
     with pytest.raises(GarbledStoreError, match=key if key == "answer" else f"{token}/go"):
@@ -562,6 +570,8 @@ def test_reports_and_decisions_are_checked():
         {"differences": "x"},
         {"differences": [1]},
         {"wanted": []},
+        {"held": "x"},
+        {"groups": ["x"]},
     ):
         with pytest.raises(GarbledStoreError, match="rank/1"):
             Report.from_payload(good.to_payload() | change, "rank/1")
