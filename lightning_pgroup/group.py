@@ -1,6 +1,7 @@
 """One generation: creates a default group over a store, knows whether it still lives, and ends it."""
 
 import contextlib
+import time
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +20,7 @@ from lightning_pgroup.gloo_interface import GlooInterface
 from lightning_pgroup.graveyard import Graveyard, Wrapper
 from lightning_pgroup.monitor import FailureMonitor
 from lightning_pgroup.records import prefix
+from lightning_pgroup.saves import finish_saves
 from lightning_pgroup.signature import GroupSignature
 from lightning_pgroup.watched_store import WatchedStore
 
@@ -74,14 +76,25 @@ class OwnedGroup:
     def destroy(self, timeout: timedelta, graveyard: Graveyard) -> str:
         """End it in good order, or abort it when that takes longer than ``timeout``. Not collective.
 
+        Checkpoints that other threads are writing are waited for, within the same bound: they may write them over it.
+
         Returns:
             Why it did not end in good order; empty if it did.
         """
+        start = time.monotonic()
+        unsaved = finish_saves(timeout)
+        waited = timedelta(seconds=time.monotonic() - start)
+        if unsaved:
+            self.abort(graveyard)
+            return (
+                f"{', '.join(unsaved)} was still being written after {waited.total_seconds():.1f} s of a `destroy_timeout` of"
+                f" {timeout.total_seconds():g} s, and not waited for any longer; set `destroy_timeout` to what a checkpoint takes"
+            )
         backends, addresses = c10d.backends_in_use(), self._seen_addresses()
         groups = self._take()
         problem = "it was interrupted"
         try:
-            if transport.shut_down(groups, timeout, release=not self._wrappers):
+            if transport.shut_down(groups, max(timeout - waited, timedelta()), release=not self._wrappers):
                 problem = ""
             else:
                 problem = f"the orderly shutdown did not end within `destroy_timeout` of {timeout.total_seconds():g} s"

@@ -1,0 +1,73 @@
+"""Checkpoints that other threads of this process are still writing: the group must not end before they have it all.
+
+Nothing lists them. The future of ``torch.distributed.checkpoint.async_save`` belongs to its caller, and Lightning's
+``AsyncCheckpointIO`` keeps its queue to itself. But whoever writes one has a function of these modules on its stack, in each
+version of torch, with a thread and with a process that does the writing, and in threads of the user's own.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures.thread import _threads_queues
+from datetime import timedelta
+from types import FrameType
+
+from lightning_pgroup.bounded import wait_until
+
+WRITERS = ("torch.distributed.checkpoint", "lightning.pytorch.plugins.io.async_plugin")
+"""The modules, or packages, whose functions write checkpoints."""
+
+_POOLS = ("concurrent.futures.thread", "threading")
+
+
+def finish_saves(timeout: timedelta) -> list[str]:
+    """Wait for all checkpoints that other threads are writing. Called before an orderly destroy; not collective.
+
+    The main thread and the calling one are left out: it is they who wait.
+
+    Args:
+        timeout: How long to wait; an interrupt of the shielded call around this one ends the wait too.
+
+    Returns:
+        Those that are not finished, in words; empty if all are.
+    """
+    if wait_until(lambda: not any(_is_writing(thread, frame) for thread, frame in _others()), timeout):
+        return []
+    return [_describe(thread, frame) for thread, frame in _others() if _is_writing(thread, frame)]
+
+
+def _others() -> Iterator[tuple[threading.Thread, FrameType]]:
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread not in (threading.main_thread(), threading.current_thread()) and thread.ident in frames:
+            yield thread, frames[thread.ident]
+
+
+def _is_writing(thread: threading.Thread, innermost: FrameType) -> bool:
+    if any(_belongs(frame, WRITERS) for frame in _stack(innermost)):
+        return True
+    # What was handed over to a pool a moment ago may not have begun, and nothing says what it is: it will show in a moment.
+    queue = _threads_queues.get(thread)
+    return queue is not None and not queue.empty() and _belongs(innermost, _POOLS)
+
+
+def _belongs(frame: FrameType, modules: tuple[str, ...]) -> bool:
+    name = f"{frame.f_globals.get('__name__', '')}."
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _describe(thread: threading.Thread, innermost: FrameType) -> str:
+    """Which checkpoint it is, as its writer's arguments say, else which thread."""
+    for frame in _stack(innermost):
+        seen = frame.f_locals
+        for value in (seen.get("checkpoint_id"), seen.get("path"), getattr(seen.get("storage_writer"), "path", None)):
+            if isinstance(value, (str, os.PathLike)) and str(value):
+                return f"checkpoint {os.fspath(value)!r}"
+    return f"the checkpoint of thread {thread.name!r}"
