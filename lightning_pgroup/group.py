@@ -88,7 +88,7 @@ class OwnedGroup:
             self.abort(graveyard)
             return (
                 f"{', '.join(unsaved)} was still being written after {waited.total_seconds():.1f} s of a `destroy_timeout` of"
-                f" {timeout.total_seconds():g} s, and not waited for any longer; set `destroy_timeout` to what a checkpoint takes"
+                f" {timeout.total_seconds():g} s, and was not waited for any longer. Set `destroy_timeout` to what it takes"
             )
         backends, addresses = c10d.backends_in_use(), self._seen_addresses()
         groups = self._take()
