@@ -189,7 +189,7 @@ class Acquisition:
                 run=team.run,
                 attempt=team.attempt,
             )
-            group.watch(team.store)
+            group.watch(team.store, [request.signature.backend])
         except BaseException as error:
             # Others may wait for this rank in torch's own rendezvous, where they do not see it leave.
             self._notices.tell(stage, error, _HOOK, team, generation)

@@ -5,11 +5,17 @@ then forget the groups of the *next* generation. So the two steps are separate h
 outcome with torch's own and names what moved when a new torch changes it.
 """
 
+import contextlib
+import hashlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup, Store, distributed_c10d
 
 BOOKKEEPING = (
     "pg_map",
@@ -24,6 +30,13 @@ BOOKKEEPING = (
 
 _NAMES_PER_GENERATION = 1 << 20
 
+_LOCAL_NAME = "_hash_ranks_to_str"
+"""The function of torch that names a group which only its members create."""
+
+_torchs_local_name: Callable[[list[int]], str] = getattr(distributed_c10d, _LOCAL_NAME)
+_default_name = _label = ""
+_attempts: "weakref.WeakKeyDictionary[ProcessGroup, Counter[tuple[str, tuple[int, ...]]]]" = weakref.WeakKeyDictionary()
+
 
 def default_group() -> ProcessGroup | None:
     """The default group of this process, or ``None``."""
@@ -37,13 +50,95 @@ def name_groups_after(generation: int) -> None:
 
     Torch names groups by counting from 0 and starts anew after a destroy, so that an old handle, which looks its group up by
     name, finds a different group (F31 of the design). All ranks agree on the generation, so they agree on the names.
+
+    It names a group that only its members create (``use_local_synchronization=True``) after their ranks and the number of
+    groups on this rank, which comes back too, and differs between members that have different other groups. While a generation
+    lives, these are named after the generation and how often these ranks have begun to create a group in it.
     """
+    global _default_name
     distributed_c10d._world.group_count = generation * _NAMES_PER_GENERATION
+    _default_name = str(generation * _NAMES_PER_GENERATION)
+    setattr(distributed_c10d, _LOCAL_NAME, _local_name)
 
 
 def reset_names() -> None:
     """Let names start at 0 again, as they do before the first group and after torch's own destroy."""
     distributed_c10d._world.group_count = 0
+    restore_local_names()
+
+
+def restore_local_names() -> None:
+    """Let torch name groups again that only their members create. For a generation that other code has destroyed."""
+    if getattr(distributed_c10d, _LOCAL_NAME) is _local_name:
+        setattr(distributed_c10d, _LOCAL_NAME, _torchs_local_name)
+
+
+def _local_name(ranks: list[int]) -> str:
+    world = distributed_c10d._world
+    default = world.default_pg
+    if not _label and (default is None or world.pg_names.get(default) != _default_name):
+        return _torchs_local_name(ranks)  # other code has destroyed the generation, and made a group of its own
+    return _fresh_name(_label, ranks)
+
+
+def _fresh_name(label: str, ranks: Sequence[int]) -> str:
+    """A name that the default group has not seen, the same on all ``ranks``.
+
+    Attempts are counted, and not groups: of one that has failed the keys are still in the store.
+    """
+    default = distributed_c10d._get_default_group()
+    count = _attempts.setdefault(default, Counter())
+    count[label, tuple(ranks)] += 1
+    text = f"{label}/{'_'.join(map(str, ranks))}/{count[label, tuple(ranks)]}"
+    digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    return "-".join(part for part in (distributed_c10d._world.pg_names[default], label, digest) if part)
+
+
+def new_local_group(label: str, ranks: Sequence[int], *, backend: str | None, timeout: timedelta | None) -> ProcessGroup:
+    """Create a group of ``ranks``, this one among them, to be called on these ranks only. Blocks at most ``timeout``.
+
+    Args:
+        label: Becomes a part of its name in torch. Members wait for one another by it.
+        ranks: Ranks of the default group, in ascending order.
+        backend: Its backend; ``None`` is that of the default group.
+        timeout: Of its collectives; ``None`` is torch's default for the backend.
+
+    Raises:
+        Exception: What torch raised.
+    """
+    default = distributed_c10d._get_default_group()
+    with _named(label), _unbound(default) as device:
+        group: ProcessGroup = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, group_desc=label)
+    group.bound_device_id = device
+    return group
+
+
+@contextlib.contextmanager
+def _named(label: str) -> Iterator[None]:
+    global _label
+    is_ours = getattr(distributed_c10d, _LOCAL_NAME) is _local_name
+    _label = label
+    setattr(distributed_c10d, _LOCAL_NAME, _local_name)
+    try:
+        yield
+    finally:
+        _label = ""
+        if not is_ours:
+            restore_local_names()
+
+
+@contextlib.contextmanager
+def _unbound(default: ProcessGroup) -> Iterator[torch.device | None]:
+    """Off a default group that is bound to a device torch splits NCCL groups, which waits for all ranks, members or not."""
+    device = default.bound_device_id
+    if device is None:
+        yield None
+        return
+    default.bound_device_id = None
+    try:
+        yield device
+    finally:
+        default.bound_device_id = device
 
 
 def take_all_groups() -> list[ProcessGroup]:
@@ -67,8 +162,8 @@ def take_all_groups() -> list[ProcessGroup]:
 
 def all_groups() -> list[ProcessGroup]:
     """All groups of this process, in the order of :func:`take_all_groups`, which stay where they are."""
-    names = distributed_c10d._world.pg_names
-    return sorted(names, key=lambda group: names[group], reverse=True)
+    names, default = distributed_c10d._world.pg_names, distributed_c10d._world.default_pg
+    return sorted(names, key=lambda group: (group is not default, names[group]), reverse=True)
 
 
 def is_alive(group: ProcessGroup) -> bool:
@@ -120,6 +215,12 @@ def address_keys(groups: list[ProcessGroup]) -> list[list[str]]:
         path = default if names[group] == default else f"{default}//{names[group]}"
         keys += [[f"{path}//{device}//0/{rank}" for rank in range(group.size())] for device in ("cpu", "cuda")]
     return keys
+
+
+def own_address_keys(group: ProcessGroup) -> tuple[Store, list[list[str]]]:
+    """The store of one group, and where it leaves its addresses there; as in :func:`address_keys`."""
+    store: Store = distributed_c10d._world.pg_map[group][1]
+    return store, [[f"{device}//0/{rank}" for rank in range(group.size())] for device in ("cpu", "cuda")]
 
 
 def abort_groups(groups: list[ProcessGroup]) -> list[Exception]:

@@ -9,6 +9,8 @@ from torch.distributed import ProcessGroup
 from lightning_pgroup import c10d, records
 from lightning_pgroup.bounded import run_shielded
 from lightning_pgroup.claim import Claim, Stage
+from lightning_pgroup.destroy import end_sub_group
+from lightning_pgroup.errors import PGroupError
 from lightning_pgroup.graveyard import Graveyard
 from lightning_pgroup.group import OwnedGroup
 from lightning_pgroup.policy import Action, Event, Ownership, action_for, reason
@@ -121,6 +123,32 @@ class Custody:
         A signal that arrives meanwhile is heard afterwards: a group that is half ended would be nobody's.
         """
         run_shielded(lambda: self._end(why, stage, by, abort, timeout), "end")
+
+    def end_sub_group(self, group: ProcessGroup, timeout: timedelta, *, in_use: bool) -> None:
+        """End one sub-group of whatever default group there is. Local, bounded by ``timeout``; shielded as :meth:`end`.
+
+        Args:
+            group: One that torch knows.
+            timeout: How long an orderly destroy may take.
+            in_use: Whether a stage runs, so that a DDP wrapper may still work with it.
+
+        Raises:
+            PGroupError: One does.
+        """
+        wrappers = [] if self.current is None else self.current.wrappers_of(group)
+        if wrappers and in_use:
+            raise PGroupError(
+                f"`DistributedDataParallel` reduces gradients over the group {group.group_name!r} in the stage that is running."
+                " Destroy it between stages."
+            )
+
+        def end() -> None:
+            end_sub_group(group, timeout)
+            if self.current is not None:
+                self.current.let_go_of(group)
+            self.graveyard.bury([group], wrappers)
+
+        run_shielded(end, "end")
 
     def _end(self, why: str, stage: str, by: Claim | None, abort: bool, timeout: timedelta | None) -> None:
         group, last = self.current, self.last_user

@@ -7,35 +7,52 @@ from datetime import timedelta
 from torch.distributed import ProcessGroup
 
 from lightning_pgroup import c10d, transport
+from lightning_pgroup.saves import finish_saves
 
 logger = logging.getLogger(__name__)
 
 
 def end_foreign(timeout: timedelta) -> None:
     """End the default group of other code and all its sub-groups. Not collective; waits at most ``timeout``, then aborts."""
-    backends = c10d.backends_in_use()
-    _end(c10d.take_all_groups(), backends, timeout, "the process group")
+    unfinished, rest = finish_saves(timeout)
+    backends, addresses = c10d.backends_in_use(), _addresses(c10d.all_groups())
+    _end(c10d.take_all_groups(), backends, addresses, rest, "the process group", unfinished)
 
 
 def end_sub_group(group: ProcessGroup, timeout: timedelta) -> None:
     """End one sub-group, and leave all others alone. Not collective; waits at most ``timeout``, then aborts.
 
+    Checkpoints that other threads are writing are waited for first, within the same bound.
+
     Args:
         group: One that torch knows.
         timeout: How long an orderly destroy may take.
     """
-    backends = c10d.backends_of(group)
+    unfinished, rest = finish_saves(timeout)
+    backends, addresses = c10d.backends_of(group), _addresses([group])
     c10d.take_group(group)
-    _end([group], backends, timeout, "a sub-group")
+    _end([group], backends, addresses, rest, "a sub-group", unfinished)
 
 
-def _end(groups: list[ProcessGroup], backends: Iterable[str], timeout: timedelta, what: str) -> None:
+def _addresses(groups: list[ProcessGroup]) -> tuple[bytes, ...]:
+    return transport.read_addresses([c10d.own_address_keys(group) for group in groups if group.size() > 1])
+
+
+def _end(
+    groups: list[ProcessGroup],
+    backends: Iterable[str],
+    addresses: tuple[bytes, ...],
+    timeout: timedelta,
+    what: str,
+    problem: str,
+) -> None:
     try:
-        problem = (
-            "" if transport.shut_down(groups, timeout, release=False) else f"it took more than {timeout.total_seconds():g} s"
-        )
+        if not problem and not transport.shut_down(groups, timeout, release=False):
+            problem = f"it took more than {timeout.total_seconds():g} s"
     except Exception as error:
         problem = f"the backend's shutdown raised {type(error).__name__}: {error}"
     if problem:
         logger.warning("%s was aborted instead of destroyed: %s", what, problem)
-        transport.abort(groups, backends, ())
+        transport.abort(groups, backends, addresses)
+    else:
+        transport.cut(backends, addresses)  # whoever still holds one must not go on talking over its connections

@@ -44,3 +44,11 @@ class GroupLostError(PGroupError):
 
 class StrategyClosedError(PGroupError):
     """A closed strategy was used again."""
+
+
+class NoGroupError(PGroupError):
+    """There is no living default group in which a named group could be made."""
+
+
+class NotInGroupError(PGroupError):
+    """A rank has asked for a named group of which it is no member. Raised on that rank at once; the members do not notice."""

@@ -1,8 +1,7 @@
 """One generation: creates a default group over a store, knows whether it still lives, and ends it."""
 
-import contextlib
-import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -12,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pgroup import c10d, transport
+from lightning_pgroup import c10d, lineage, transport
 from lightning_pgroup.backends import peers_notice
-from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.excepthook import ExceptHookGuard
 from lightning_pgroup.gloo_interface import GlooInterface
 from lightning_pgroup.graveyard import Graveyard, Wrapper
@@ -24,7 +22,6 @@ from lightning_pgroup.saves import finish_saves
 from lightning_pgroup.signature import GroupSignature
 from lightning_pgroup.watched_store import WatchedStore
 
-_READ_TIMEOUT = timedelta(seconds=0.5)
 _CALL_TIMEOUT = timedelta(seconds=0.5)
 
 
@@ -47,7 +44,7 @@ class OwnedGroup:
     _hook: ExceptHookGuard = field(repr=False)
     _interface: GlooInterface = field(repr=False)
     _wrappers: list[Wrapper] = field(default_factory=list, repr=False)
-    _held: ProcessGroup | None = field(default=None, repr=False)
+    _held: list[ProcessGroup] = field(default_factory=list, repr=False)
     _store: Store | None = field(default=None, repr=False)
     _addresses: tuple[bytes, ...] = field(default=(), repr=False)
     _monitor: FailureMonitor | None = field(default=None, repr=False)
@@ -65,37 +62,43 @@ class OwnedGroup:
     def hold_for(self, wrapper: DistributedDataParallel) -> None:
         """A DDP wrapper works with it: it must not be the last to let go; see :mod:`lightning_pgroup.graveyard`."""
         self._wrappers.append(weakref.ref(wrapper))
-        self._held = self._reference()
+        default, own = self._reference(), wrapper.process_group
+        self._held += [group for group in (default, own) if group is not None and group not in self._held]
 
     def release_holds(self) -> None:
         """Stop holding it for wrappers that are gone."""
         self._wrappers = [wrapper for wrapper in self._wrappers if wrapper() is not None]
         if not self._wrappers:
-            self._held = None
+            self._held.clear()
+
+    def wrappers_of(self, group: ProcessGroup) -> list[Wrapper]:
+        """The DDP wrappers that work with ``group``, the default group or one of its sub-groups."""
+        return [one for one in self._wrappers if (wrapper := one()) is not None and wrapper.process_group is group]
+
+    def let_go_of(self, group: ProcessGroup) -> None:
+        """Stop holding a sub-group that has ended; whoever ended it looks after its wrappers."""
+        self._held = [one for one in self._held if one is not group]
 
     def destroy(self, timeout: timedelta, graveyard: Graveyard) -> str:
         """End it in good order, or abort it when that takes longer than ``timeout``. Not collective.
 
-        Checkpoints that other threads are writing are waited for, within the same bound: they may write them over it.
+        Checkpoints that other threads are writing are waited for, within the same bound: they may write them over it. What
+        still holds it or one of its sub-groups afterwards can not talk over its connections any more (F31 of the design).
 
         Returns:
             Why it did not end in good order; empty if it did.
         """
-        start = time.monotonic()
-        unsaved = finish_saves(timeout)
-        waited = timedelta(seconds=time.monotonic() - start)
-        if unsaved:
+        unfinished, rest = finish_saves(timeout)
+        if unfinished:
             self.abort(graveyard)
-            return (
-                f"{', '.join(unsaved)} was still being written after {waited.total_seconds():.1f} s of a `destroy_timeout` of"
-                f" {timeout.total_seconds():g} s, and was not waited for any longer. Set `destroy_timeout` to what it takes"
-            )
+            return unfinished
         backends, addresses = c10d.backends_in_use(), self._seen_addresses()
         groups = self._take()
         problem = "it was interrupted"
         try:
-            if transport.shut_down(groups, max(timeout - waited, timedelta()), release=not self._wrappers):
+            if transport.shut_down(groups, rest, release=not self._wrappers):
                 problem = ""
+                transport.cut(backends, addresses)
             else:
                 problem = f"the orderly shutdown did not end within `destroy_timeout` of {timeout.total_seconds():g} s"
         except Exception as error:
@@ -119,10 +122,10 @@ class OwnedGroup:
         """Cut its connections, so that those who wait for this rank wake up; it is to be aborted next. Waits for nobody."""
         transport.cut(c10d.backends_in_use(), self._all_addresses())
 
-    def watch(self, run_store: Store) -> None:
-        """Let a thread abort the group when another rank fails, if its backend does not wake a waiting rank by itself."""
-        if self.signature.world_size > 1 and not peers_notice([self.signature.backend]):
-            if self._store is not None and hasattr(self._store, "clone"):
+    def watch(self, run_store: Store, backends: Iterable[str]) -> None:
+        """Let a thread abort the group when another rank fails, if one of ``backends`` does not wake a waiting rank itself."""
+        if self._monitor is None and self.signature.world_size > 1 and not peers_notice(backends):
+            if self._store is not None and not isinstance(self._store, WatchedStore) and hasattr(self._store, "clone"):
                 self._store = self._store.clone()  # the thread must not wait for a client that the main thread waits with
             self._monitor = FailureMonitor(run_store, self.generation, self._abort_in_place)
 
@@ -131,9 +134,8 @@ class OwnedGroup:
         self._stop_monitor()
         self._hook.restore()
         self._interface.restore()
-        if self._held is not None:
-            groups, self._held = [self._held], None
-            graveyard.bury(groups, self._wrappers)
+        c10d.restore_local_names()
+        graveyard.bury(self._held, self._wrappers)
 
     def _abort_in_place(self) -> None:
         """Free a rank that waits in a collective; it then drops the group itself. Called on the monitor's thread."""
@@ -146,16 +148,10 @@ class OwnedGroup:
 
     def _all_addresses(self) -> tuple[bytes, ...]:
         """All addresses of this generation, sub-groups of others included; what is known of them if the store is gone."""
-        found: list[bytes] = []
-        store, keys = self._store, c10d.address_keys(c10d.all_groups()) if self.is_alive() else []
-        if store is not None and keys and not isinstance(store, WatchedStore):
-
-            def read() -> None:
-                with contextlib.suppress(Exception):  # the host of the store may be the rank that has died
-                    found.extend(_values(store, keys))
-
-            run_bounded(read, _READ_TIMEOUT, "addresses")
-        return (*self._seen_addresses(), *found)
+        store = self._store
+        if store is None or isinstance(store, WatchedStore) or not self.is_alive():
+            return self._seen_addresses()
+        return (*self._seen_addresses(), *transport.read_addresses([(store, c10d.address_keys(c10d.all_groups()))]))
 
     def _stop_monitor(self) -> None:
         if self._monitor is not None:
@@ -166,7 +162,7 @@ class OwnedGroup:
         self._stop_monitor()
         self.release_holds()
         groups = c10d.take_all_groups() if self.is_alive() else []
-        self._held = None
+        self._held.clear()
         self._hook.restore()
         self._interface.restore()
         return groups
@@ -217,9 +213,10 @@ def create_group(
         hook.created()
         group = c10d.default_group()
         assert group is not None
+        lineage.remember(group, None)
         owned = OwnedGroup(generation, signature, run, attempt, weakref.ref(group), hook, interface, _store=store)
         if signature.world_size > 1 and not isinstance(store, WatchedStore):
-            owned._addresses = tuple(_values(store, c10d.address_keys([group])))
+            owned._addresses = tuple(one for keys in c10d.address_keys([group]) for one in transport.values(store, keys))
         return owned
     except BaseException:
         hook.created()
@@ -241,13 +238,3 @@ def discard_unfinished(backend: str, store: Store) -> None:
     if watched is not None:
         watched.take_leave(c10d.group_names(), _CALL_TIMEOUT)
     transport.abort(c10d.take_all_groups(), [backend], () if watched is None else watched.addresses)
-
-
-def _values(store: Store, keys: list[list[str]]) -> list[bytes]:
-    """The values of those lists of keys that are all there; two operations for each list."""
-    found: list[bytes] = []
-    for one in keys:
-        if store.check(one):
-            at_once = store.has_extended_api()  # type: ignore[attr-defined]
-            found += store.multi_get(one) if at_once else [store.get(key) for key in one]
-    return found

@@ -14,6 +14,7 @@ from datetime import timedelta
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pgroup import c10d
 from lightning_pgroup.acquisition import Acquisition
 from lightning_pgroup.claim import Claim, GroupRequest, Stage
 from lightning_pgroup.custody import Custody
@@ -263,6 +264,21 @@ class Lifecycle:
             self._custody.drop_inherited()
             self._finish_pending()
             self._custody.apply(Event.USER_REQUEST, timeout=timeout)
+
+    def destroy_sub_group(self, group: ProcessGroup, timeout: timedelta) -> None:
+        """End one sub-group at a user's request; the default group lives on. Local, bounded by ``timeout``.
+
+        Raises:
+            PGroupError: The stage that is running trains with it.
+        """
+        with self._exclusive():
+            self._custody.end_sub_group(group, timeout, in_use=bool(self._stages))
+
+    def watch(self, group: ProcessGroup) -> None:
+        """A sub-group was made: see to it that a rank which waits in one of its collectives wakes up when another one fails."""
+        current, team = self._custody.current, self._notices.team
+        if current is not None and current.is_alive() and team is not None:
+            current.watch(team.store, c10d.backends_of(group))
 
     def next_trainer(self, trainer: object) -> None:
         """A Trainer is about to start a stage in processes of its own, forked or spawned from this one."""

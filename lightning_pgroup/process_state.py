@@ -15,16 +15,18 @@ from lightning_pgroup import c10d
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.lifecycle import Lifecycle
 from lightning_pgroup.membership import LEAVE_TIMEOUT, Membership
+from lightning_pgroup.named_groups import NamedGroups
 from lightning_pgroup.policy import Event
 from lightning_pgroup.store import leak
 
 
 class ProcessState:
-    """What one process has: its membership in a run, and the owner of its group."""
+    """What one process has: its membership in a run, the owner of its group, and the named groups in that."""
 
     def __init__(self, inherited: "weakref.ref[ProcessGroup] | None" = None) -> None:
         self.membership = Membership()
         self.lifecycle = Lifecycle(self.membership, inherited)
+        self.named_groups = NamedGroups(self.lifecycle)
 
     def end(self) -> None:
         """End the group and leave the run. Bounded by ``destroy_timeout`` and 5 s."""

@@ -7,7 +7,6 @@ from torch.distributed import ProcessGroup
 
 from lightning_pgroup import c10d
 from lightning_pgroup.config import Duration, parse_duration
-from lightning_pgroup.destroy import end_sub_group
 from lightning_pgroup.process_state import process_state
 
 DESTROY_TIMEOUT = timedelta(seconds=30)
@@ -28,13 +27,14 @@ def destroy_process_group(group: ProcessGroup | None = None, timeout: Duration |
         foreign: Whether a default group that other code has created may be destroyed too.
 
     Raises:
-        PGroupError: A stage is running in the default group, or other code has created it and ``foreign`` is not set.
+        PGroupError: A stage is running in the default group, or trains with the sub-group; or other code has created the
+            default group and ``foreign`` is not set.
         ValueError: A timeout that is none.
     """
     limit = None if timeout is None else parse_duration("timeout", timeout)
     if group is not None and group is not c10d.default_group():
         if isinstance(group, ProcessGroup) and c10d.is_alive(group):
-            end_sub_group(group, limit or DESTROY_TIMEOUT)
+            process_state().lifecycle.destroy_sub_group(group, limit or DESTROY_TIMEOUT)
         return
     if dist.is_available() and dist.is_initialized():
         process_state().lifecycle.destroy(limit, foreign=foreign)

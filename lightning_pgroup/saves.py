@@ -8,6 +8,7 @@ version of torch, with a thread and with a process that does the writing, and in
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures.thread import _threads_queues
 from datetime import timedelta
@@ -21,7 +22,7 @@ WRITERS = ("torch.distributed.checkpoint", "lightning.pytorch.plugins.io.async_p
 _POOLS = ("concurrent.futures.thread", "threading")
 
 
-def finish_saves(timeout: timedelta) -> list[str]:
+def finish_saves(timeout: timedelta) -> tuple[str, timedelta]:
     """Wait for all checkpoints that other threads are writing. Called before an orderly destroy; not collective.
 
     The main thread and the calling one are left out: it is they who wait.
@@ -30,11 +31,18 @@ def finish_saves(timeout: timedelta) -> list[str]:
         timeout: How long to wait; an interrupt of the shielded call around this one ends the wait too.
 
     Returns:
-        Those that are not finished, in words; empty if all are.
+        What was not finished, in words, empty if all is; and how much of ``timeout`` is left.
     """
-    if wait_until(lambda: not any(_is_writing(thread, frame) for thread, frame in _others()), timeout):
-        return []
-    return [_describe(thread, frame) for thread, frame in _others() if _is_writing(thread, frame)]
+    start = time.monotonic()
+    finished = wait_until(lambda: not any(_is_writing(thread, frame) for thread, frame in _others()), timeout)
+    waited = timedelta(seconds=time.monotonic() - start)
+    if finished:
+        return "", max(timeout - waited, timedelta())
+    names = [_describe(thread, frame) for thread, frame in _others() if _is_writing(thread, frame)]
+    return (
+        f"{' and '.join(names) or 'a checkpoint'} was still being written after {waited.total_seconds():.1f} s of the"
+        f" {timeout.total_seconds():g} s that a destroy may take (`destroy_timeout`), and was not waited for any longer"
+    ), timedelta()
 
 
 def _others() -> Iterator[tuple[threading.Thread, FrameType]]:

@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -15,13 +15,13 @@ from lightning.fabric.utilities.types import _PATH, ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_pgroup.claim import Claim, GroupRequest
 from lightning_pgroup.collectives import collective
 from lightning_pgroup.config import Duration, check_backend, check_ddp_arguments, parse_config, parse_duration
+from lightning_pgroup.group_definitions import Ranks
+from lightning_pgroup.group_names import GroupNames
 from lightning_pgroup.group_request import request_group
 from lightning_pgroup.lent_parts import LentParts
 from lightning_pgroup.lightning_private import get_rank_zero_rank, in_error_handling, reset_seed, set_rank_zero_rank
@@ -36,7 +36,7 @@ T = TypeVar("T")
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
-class PGroupDDPStrategy(LentParts):
+class PGroupDDPStrategy(GroupNames, LentParts):
     """``DDPStrategy`` that owns the default process group: it creates it, and destroys it by an explicit policy.
 
     Args:
@@ -64,7 +64,8 @@ class PGroupDDPStrategy(LentParts):
             ``None`` takes the group's ``timeout``.
         init_method: ``"file://…"``, ``"tcp://…"`` or ``"env://"``: where the ranks meet, instead of the launcher's way.
         pg_options: Options of the backend, as ``torch.distributed.init_process_group`` takes them.
-        **ddp_kwargs: Arguments of ``DistributedDataParallel``.
+        groups: Named groups: lists of ranks by name, such as ``{"pairs": [[0, 1], [2, 3]]}``; see :meth:`group`.
+        **ddp_kwargs: Arguments of ``DistributedDataParallel``. ``process_group`` may be a name of ``groups``.
 
     Raises:
         ValueError: A wrong or contradictory value; the message lists the right ones.
@@ -95,6 +96,7 @@ class PGroupDDPStrategy(LentParts):
         rendezvous_timeout: Duration | None = None,
         init_method: str | None = None,
         pg_options: Any = None,
+        groups: Mapping[str, Ranks] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         self._config = parse_config(
@@ -111,6 +113,7 @@ class PGroupDDPStrategy(LentParts):
             choices = ", ".join(map(repr, _START_METHODS))
             raise ValueError(f"`start_method` must be one of {choices}, got {start_method!r}.")
         check_ddp_arguments(ddp_kwargs, own=set(inspect.signature(PGroupDDPStrategy.__init__).parameters))
+        self._define_groups(groups, ddp_kwargs.get("process_group"))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -173,6 +176,7 @@ class PGroupDDPStrategy(LentParts):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
+    @override
     def claim(self) -> Claim:
         """This strategy's stake in the group of this process, made on the first call. For the launchers."""
         if self._claim is None:
@@ -189,6 +193,7 @@ class PGroupDDPStrategy(LentParts):
         return isinstance(environment, LightningEnvironment) and counts
 
     @property
+    @override
     def group_size(self) -> int:
         """Number of ranks of a stage: what the Trainer asks for where Lightning starts them, else what their launcher says.
 
@@ -227,6 +232,7 @@ class PGroupDDPStrategy(LentParts):
         """Get the group of this stage. Collective; called by the Trainer on each rank at the start of each stage."""
         reset_seed()
         self.set_world_ranks()
+        self._check_groups()
         self._process_group_backend = self._get_process_group_backend()
         with self._collective("setup_distributed"):
             pass
@@ -281,12 +287,6 @@ class PGroupDDPStrategy(LentParts):
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_claim": None}
-
-    @override
-    def _setup_model(self, model: Module) -> DistributedDataParallel:
-        wrapper = super()._setup_model(model)
-        process_state().lifecycle.hold_for(wrapper)
-        return wrapper
 
     def _collective(self, name: str) -> AbstractContextManager[bool]:
         claim = self.claim()

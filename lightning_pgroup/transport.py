@@ -1,10 +1,11 @@
 """Ends groups, with a bound: an orderly shutdown that is given up on time, and an abort that waits for nobody."""
 
+import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from lightning_pgroup import c10d
 from lightning_pgroup.backends import transports
@@ -14,6 +15,39 @@ logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT = timedelta(seconds=5)
 """How long an abort may take; backends are expected to return from it at once."""
+
+
+_READ_TIMEOUT = timedelta(seconds=0.5)
+
+
+def read_addresses(sources: Iterable[tuple[Store, list[list[str]]]]) -> tuple[bytes, ...]:
+    """What groups have left in their stores, as far as it can be read. Never raises; waits at most 0.5 s.
+
+    Args:
+        sources: Stores, and lists of keys in them; a list of which not all keys are there is left out. Two operations for each.
+    """
+    found: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(Exception):  # the host of the store may be the rank that has died
+            for store, keys in sources:
+                for one in keys:
+                    found.extend(values(store, one))
+
+    run_bounded(read, _READ_TIMEOUT, "addresses")
+    return tuple(found)
+
+
+def values(store: Store, keys: list[str]) -> list[bytes]:
+    """The values of some keys if all of them are there, else nothing. Two operations.
+
+    Raises:
+        Exception: What torch's stores raise when they can not be reached.
+    """
+    if not store.check(keys):
+        return []
+    at_once = store.has_extended_api()  # type: ignore[attr-defined]
+    return list(store.multi_get(keys)) if at_once else [store.get(key) for key in keys]
 
 
 def shut_down(groups: list[ProcessGroup], timeout: timedelta, *, release: bool) -> bool:

@@ -80,7 +80,7 @@ class WatchedStore(Store):
         for key in self._own:
             path, _, rank = key.rpartition("/")
             own = parse(self._addresses[key])
-            if own is None or path.split("//")[-3] in finished:
+            if own is None or _group_of(key) in finished:
                 continue
             for other in range(len(own.pairs)):
                 peer = parse(self._inner.compare_set(f"{path}/{other}", b"", self._obituary("it has failed")))
@@ -190,10 +190,11 @@ class WatchedStore(Store):
         missing = [key for key in keys if not self._inner.check([key])]
         ranks = ", ".join(key.rpartition("/")[2] for key in missing if _is_address(key))
         what = f"rank {ranks} of that group" if ranks else f"the keys {missing}"
+        names = sorted({_group_of(key) for key in missing if _is_address(key)})
         return RendezvousTimeoutError(
             f"{self._who} waited {waited:.1f} s of {timeout.total_seconds():.1f} s for {what} in the creation of a process"
-            " group, in vain. Let all ranks create the same groups in the same order; if a rank only needs longer, raise the"
-            " `timeout` of the group."
+            f" group ({', '.join(names) or 'unknown'} in torch), in vain. Let all ranks create the same"
+            " groups in the same order; if a rank only needs longer, raise the `timeout` of the group."
         )
 
     def _obituary(self, why: str) -> bytes:
@@ -230,3 +231,8 @@ class WatchedStore(Store):
 def _is_address(key: str) -> bool:
     """Whether a key is one under which gloo tells an address; these are set once and never change."""
     return _ADDRESS_KEY.search(key) is not None
+
+
+def _group_of(key: str) -> str:
+    """The name in torch of the group whose address stands under a key."""
+    return key.split("//")[-3]
