@@ -19,13 +19,14 @@ from lightning_pgroup.bounded import wait_until
 WRITERS = ("torch.distributed.checkpoint", "lightning.pytorch.plugins.io.async_plugin")
 """The modules, or packages, whose functions write checkpoints."""
 
+_WAITING = ("lightning_pgroup.bounded",)
 _POOLS = ("concurrent.futures.thread", "threading")
 
 
 def finish_saves(timeout: timedelta) -> tuple[str, timedelta]:
     """Wait for all checkpoints that other threads are writing. Called before an orderly destroy; not collective.
 
-    The main thread and the calling one are left out: it is they who wait.
+    Who waits for this end is left out: the calling thread, and the main thread where it called :func:`run_shielded`.
 
     Args:
         timeout: How long to wait; an interrupt of the shielded call around this one ends the wait too.
@@ -45,24 +46,29 @@ def finish_saves(timeout: timedelta) -> tuple[str, timedelta]:
     ), timedelta()
 
 
+def is_saving() -> bool:
+    """Whether the calling thread is writing a checkpoint, so that it must not end a group, nor wait until nobody does."""
+    return any(_belongs(frame, WRITERS) for frame in _stack(sys._getframe()))
+
+
 def _others() -> Iterator[tuple[threading.Thread, FrameType]]:
     frames = sys._current_frames()
     for thread in threading.enumerate():
-        if thread not in (threading.main_thread(), threading.current_thread()) and thread.ident in frames:
+        if thread is not threading.current_thread() and thread.ident in frames:
             yield thread, frames[thread.ident]
 
 
 def _is_writing(thread: threading.Thread, innermost: FrameType) -> bool:
     if any(_belongs(frame, WRITERS) for frame in _stack(innermost)):
-        return True
+        return not any(_belongs(frame, _WAITING) for frame in _stack(innermost))
     # What was handed over to a pool a moment ago may not have begun, and nothing says what it is: it will show in a moment.
     queue = _threads_queues.get(thread)
     return queue is not None and not queue.empty() and _belongs(innermost, _POOLS)
 
 
 def _belongs(frame: FrameType, modules: tuple[str, ...]) -> bool:
-    name = f"{frame.f_globals.get('__name__', '')}."
-    return any(name.startswith(f"{module}.") for module in modules)
+    name = str(frame.f_globals.get("__name__"))
+    return name.startswith(modules) and any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

@@ -1,5 +1,6 @@
 """Checkpoints that are still being written when the group is to end: they finish first, and only as long as there is time."""
 
+import gc
 import logging
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -47,13 +49,15 @@ class SlowWriter(FileSystemWriter):
 class Saves(Callback):
     """Begins a save in the last hook of a fit."""
 
+    writer = SlowWriter
+
     def __init__(self, folder, group=None):
         self.path, self.begun, self.release, self.future = folder, threading.Event(), threading.Event(), None
         self._group = group
 
     def teardown(self, trainer, pl_module, stage):
         group = None if self._group is None else trainer.strategy.group(self._group)
-        writer = SlowWriter(self.path, self.begun, self.release)
+        writer = self.writer(self.path, self.begun, self.release)
         self.future = dcp.async_save({"weights": pl_module.state_dict()}, storage_writer=writer, process_group=group)
 
 
@@ -347,6 +351,51 @@ def test_what_is_not_finished_is_named_and_other_threads_do_not_count():
     assert finish_saves(BOUND)[0] == ""
     pool.shutdown()
     thread.join()
+
+
+def test_whoever_waits_for_the_end_is_not_waited_for():
+    found = []
+
+    def look_from(timeout):
+        found.append(finish_saves(timeout)[0])
+
+    def while_saving():
+        thread = threading.Thread(target=look_from, args=[timedelta(0)])
+        thread.start()
+        thread.join()
+        run_shielded(lambda: look_from(BOUND), "test")
+
+    writer(while_saving)("mine")
+    assert found[0].startswith("checkpoint 'mine' was still being written")
+    assert found[1:] == [""]
+
+
+def test_the_collector_does_not_end_the_group_of_the_save_on_whose_thread_it_runs(tmp_path):
+    class Collects(SlowWriter):
+        def write_data(self, plan, planner):
+            written = super().write_data(plan, planner)
+            gc.collect()
+            return written
+
+    class CollectingSaves(Saves):
+        writer = Collects
+
+    def job(rank):
+        gc.disable()
+        callback = CollectingSaves(tmp_path)
+        strategy = PGroupDDPStrategy(destroy="on_destructor")
+        claim = weakref.ref(strategy)
+        make_trainer(strategy, callbacks=[callback]).fit(TinyModel(), datamodule=TinyData())
+        release, future, alive = callback.release, callback.future, claim() is not None
+        del strategy, callback
+        release.set()
+        future.result(timeout=20)
+        second = PGroupDDPStrategy(destroy="at_exit")
+        seen = alive, claim() is None, dist.is_initialized()
+        make_trainer(second).fit(TinyModel(), datamodule=TinyData())
+        return seen, second.generation
+
+    assert run_ranks(job) == [((True, True, True), 2)] * 2
 
 
 def test_an_interrupt_ends_the_wait():
