@@ -1,6 +1,8 @@
 """Named groups: made on first use by their members only, the same in each generation, ended one by one."""
 
+import os
 import pickle
+import sys
 
 import pytest
 import torch
@@ -256,3 +258,68 @@ def test_ranks_that_a_stage_does_not_have_are_named_before_it_starts():
         return started
 
     assert run_ranks(job) == [[], []]
+
+
+def test_in_a_group_of_other_code(tmp_path):
+    """Which that code makes anew, under the same name of its own."""
+
+    def job(rank):
+        strategy = PGroupDDPStrategy(groups={"all": [0, 1]}, timeout=20)
+        for number in range(2):
+            hook = sys.excepthook
+            dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{number}", rank=rank, world_size=2)
+            sys.excepthook = hook
+            trainer = make_trainer(strategy)
+            trainer.fit(TinyModel(), datamodule=TinyData())
+            group = strategy.group("all")
+            strategy.destroy_group("all")
+            with pytest.raises((RuntimeError, ValueError)):
+                dist.all_reduce(torch.ones(1), group=group)
+            assert total(rank, strategy.group("all")) == 1
+            dist.destroy_process_group()
+            with pytest.raises(NoGroupError):
+                strategy.group("all")
+
+    run_ranks(job)
+
+
+def test_in_forked_workers(tmp_path):
+    def job(_):
+        def use(strategy):
+            assert strategy.new_group("mine", [0, 1]) is strategy.group("mine")
+            (tmp_path / f"{strategy.generation}-{strategy.global_rank}").write_text(str(total(1, strategy.group("all"))))
+
+        strategy = PGroupDDPStrategy(groups={"all": [0, 1]}, process_group="all", start_method="fork")
+        for _ in range(2):
+            make_trainer(strategy, callbacks=[InStage(use)]).fit(TinyModel(), datamodule=TinyData())
+            with pytest.raises(NoGroupError):
+                strategy.group("all")
+        return list(strategy._groups)
+
+    assert run_ranks(job, size=1, bare=True) == [["all"]]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {f"{n}-{r}": "2.0" for n in (1, 2) for r in (0, 1)}
+
+
+def test_a_child_that_was_forked_in_a_stage_has_no_group():
+    """It has a copy of the group, whose connections are its parent's."""
+
+    def job(rank):
+        def use(strategy):
+            strategy.group("all")
+            reader, writer = os.pipe()
+            child = os.fork()
+            if child == 0:
+                try:
+                    strategy.group("all")
+                except BaseException as error:
+                    os.write(writer, type(error).__name__.encode())
+                os._exit(0)
+            os.close(writer)
+            with os.fdopen(reader) as said:
+                answer = said.read()
+            os.waitpid(child, 0)
+            return answer, total(rank, strategy.group("all"))
+
+        return fit(PGroupDDPStrategy(groups={"all": [0, 1]}), use, devices=2)
+
+    assert run_ranks(job) == [[("NoGroupError", 1.0)]] * 2
