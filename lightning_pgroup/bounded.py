@@ -7,6 +7,7 @@ from datetime import timedelta
 
 _hurry = threading.Event()
 _SLICE = 0.05
+_PAUSE = 0.01
 
 
 class _Call:
@@ -69,6 +70,21 @@ def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, 
         return False
     call.finish()
     return True
+
+
+def wait_until(condition: Callable[[], bool], timeout: timedelta) -> bool:
+    """Ask until ``condition`` holds, a hundred times a second, at most ``timeout``.
+
+    An interrupt of the shielded call around this one (:func:`run_shielded`) ends the wait.
+
+    Returns:
+        Whether it holds.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not (holds := condition()):
+        if time.monotonic() >= deadline or _hurry.wait(_PAUSE):
+            break
+    return holds
 
 
 def _wait_impatiently(done: threading.Event, timeout: timedelta) -> bool:

@@ -7,20 +7,24 @@ from datetime import timedelta
 from torch.distributed import ProcessGroup
 
 from lightning_pgroup import c10d, transport
+from lightning_pgroup.saves import finish_saves
 
 logger = logging.getLogger(__name__)
 
 
 def end_foreign(timeout: timedelta) -> None:
     """End the default group of other code and all its sub-groups. Not collective; waits at most ``timeout``, then aborts."""
+    unfinished, rest = finish_saves(timeout)
     groups, backends = c10d.all_groups(), c10d.backends_in_use()
     addresses, used = _addresses(groups), _addresses(filter(c10d.was_used, groups))
     groups.clear()
-    _end(c10d.take_all_groups(), backends, addresses, used, timeout, "the process group")
+    _end(c10d.take_all_groups(), backends, addresses, used, rest, "the process group", unfinished)
 
 
 def end_sub_group(group: ProcessGroup, timeout: timedelta) -> tuple[bytes, ...]:
     """End one sub-group, and leave all others alone. Not collective; waits at most ``timeout``, then aborts.
+
+    Checkpoints that other threads are writing are waited for first, within the same bound.
 
     Args:
         group: One that torch knows.
@@ -29,10 +33,11 @@ def end_sub_group(group: ProcessGroup, timeout: timedelta) -> tuple[bytes, ...]:
     Returns:
         The addresses of connections that were left open, because another member may still be at making them.
     """
+    unfinished, rest = finish_saves(timeout)
     backends, addresses = c10d.backends_of(group), _addresses([group])
     used = addresses if c10d.was_used(group) else ()
     c10d.take_group(group)
-    _end([group], backends, addresses, used, timeout, "a sub-group")
+    _end([group], backends, addresses, used, rest, "a sub-group", unfinished)
     return () if used else addresses
 
 
@@ -47,12 +52,12 @@ def _end(
     used: tuple[bytes, ...],
     timeout: timedelta,
     what: str,
+    problem: str,
 ) -> None:
     """End groups that were taken out of torch's bookkeeping; whoever still holds one can not talk over ``used`` any more."""
     try:
-        problem = (
-            "" if transport.shut_down(groups, timeout, release=False) else f"it took more than {timeout.total_seconds():g} s"
-        )
+        if not problem and not transport.shut_down(groups, timeout, release=False):
+            problem = f"it took more than {timeout.total_seconds():g} s"
     except Exception as error:
         problem = f"the backend's shutdown raised {type(error).__name__}: {error}"
     if problem:

@@ -18,6 +18,7 @@ from lightning_pgroup.gloo_interface import GlooInterface
 from lightning_pgroup.graveyard import Graveyard, Wrapper
 from lightning_pgroup.monitor import FailureMonitor
 from lightning_pgroup.records import prefix
+from lightning_pgroup.saves import finish_saves
 from lightning_pgroup.signature import GroupSignature
 from lightning_pgroup.watched_store import WatchedStore
 
@@ -81,16 +82,21 @@ class OwnedGroup:
     def destroy(self, timeout: timedelta, graveyard: Graveyard) -> str:
         """End it in good order, or abort it when that takes longer than ``timeout``. Not collective.
 
-        What still holds it or one of its sub-groups afterwards can not talk over its connections any more (F31 of the design).
+        Checkpoints that other threads are writing are waited for, within the same bound: they may write them over it. What
+        still holds it or one of its sub-groups afterwards can not talk over its connections any more (F31 of the design).
 
         Returns:
             Why it did not end in good order; empty if it did.
         """
+        unfinished, rest = finish_saves(timeout)
+        if unfinished:
+            self.abort(graveyard)
+            return unfinished
         backends, addresses, used = c10d.backends_in_use(), self._seen_addresses(), self._used_addresses()
         groups = self._take()
         problem = "it was interrupted"
         try:
-            if transport.shut_down(groups, timeout, release=not self._wrappers):
+            if transport.shut_down(groups, rest, release=not self._wrappers):
                 problem = ""
                 transport.cut(backends, used)
                 graveyard.leave_connections(backends, tuple(one for one in addresses if one not in used))

@@ -24,6 +24,7 @@ from lightning_pgroup.exceptions import describe
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.notices import Notices
 from lightning_pgroup.policy import Event, OnError, Ownership, reason
+from lightning_pgroup.saves import is_saving
 
 RELEASE_TIMEOUT = timedelta(seconds=1)
 """How long the end of a process waits for the destructors of groups that it has aborted."""
@@ -222,6 +223,8 @@ class Lifecycle:
         after that.
         """
         self._collected.append(claim)
+        if is_saving():
+            return  # the checkpoint may need the very group; who takes the lock next acts on it
         if self._lock.acquire(blocking=False):
             try:
                 if self._depth == 0:

@@ -60,7 +60,8 @@ class PGroupDDPStrategy(GroupNames, LentParts):
             ``"destroy"`` or ``"keep"``. The default is ``"abort"``, for ``destroy="never"`` it is ``"keep"``.
         on_mismatch: What happens when the living group is another than the one a stage asks for: ``"recreate"``,
             ``"reuse"`` (with a warning) or ``"error"``.
-        destroy_timeout: How long an orderly destroy may take, seconds or a ``timedelta``; then the group is aborted.
+        destroy_timeout: How long an orderly destroy may take, seconds or a ``timedelta``; then the group is aborted. It first
+            waits for checkpoints that are being written in the background.
         rendezvous_timeout: How long to wait at the start of a stage for ranks that do not come, seconds or a ``timedelta``;
             ``None`` takes the group's ``timeout``.
         init_method: ``"file://…"``, ``"tcp://…"`` or ``"env://"``: where the ranks meet, instead of the launcher's way.

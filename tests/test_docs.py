@@ -39,6 +39,15 @@ def test_the_script_for_slurm(tmp_path):
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 
+def test_the_script_that_saves_in_the_background(tmp_path):
+    done = finish(start_command([sys.executable, script_of("checkpoints", tmp_path)], tmp_path), timeout=90)
+    assert done.code == 0, done.err
+    assert len(re.findall(r"test_accuracy|accuracy", done.out)) == 1, "only rank 0 tests"
+    assert not re.search(r"process group|still being written", done.err)
+    for epoch in range(2):
+        assert (tmp_path / "sharded" / str(epoch) / ".metadata").exists()
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
