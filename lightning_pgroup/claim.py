@@ -72,6 +72,7 @@ class Stage:
         met: Whether it has come to the rendezvous of the ranks, or has stayed away from it for good.
         acquired: Whether it has got its group.
         failure: The first failure of its generation, in words, once that is known.
+        guests: What the Trainers of the stages that ran inside it have, by name, to be looked at when it ends.
     """
 
     claim: Claim
@@ -81,3 +82,4 @@ class Stage:
     met: bool = False
     failure: str = ""
     acquired: bool = False
+    guests: list[dict[str, Any]] = field(default_factory=list)

@@ -64,6 +64,8 @@ class PGroupDDPStrategy(LentParts):
             ``None`` takes the group's ``timeout``.
         init_method: ``"file://…"``, ``"tcp://…"`` or ``"env://"``: where the ranks meet, instead of the launcher's way.
         pg_options: Options of the backend, as ``torch.distributed.init_process_group`` takes them.
+        metrics: What happens to metrics of ``torchmetrics`` at the end of a stage: ``"compute"`` (computed over all ranks, so
+            that their values stay right without the group) or ``"keep"`` (nothing).
         **ddp_kwargs: Arguments of ``DistributedDataParallel``.
 
     Raises:
@@ -95,6 +97,7 @@ class PGroupDDPStrategy(LentParts):
         rendezvous_timeout: Duration | None = None,
         init_method: str | None = None,
         pg_options: Any = None,
+        metrics: str = "compute",
         **ddp_kwargs: Any,
     ) -> None:
         self._config = parse_config(
@@ -105,6 +108,7 @@ class PGroupDDPStrategy(LentParts):
             rendezvous_timeout=rendezvous_timeout,
             init_method=init_method,
             pg_options=pg_options,
+            metrics=metrics,
         )
         check_backend(process_group_backend)
         if start_method not in _START_METHODS:

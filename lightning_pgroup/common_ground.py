@@ -1,0 +1,34 @@
+"""Where the ranks of a stage can do something together before it ends."""
+
+from datetime import timedelta
+
+from lightning_pgroup import records
+from lightning_pgroup.claim import Stage
+from lightning_pgroup.group import OwnedGroup
+from lightning_pgroup.team import Team
+
+
+class CommonGround:
+    """The team of a running stage, and its group.
+
+    Args:
+        team: The ranks.
+        stage: The stage.
+        group: Its group; ``None`` if that has ended already.
+
+    Attributes:
+        team: See above.
+        group: See above.
+        number: The round with which the stage began; equal on all ranks, and no other stage has it.
+        timeout: Bound of what is done together: that of the group's collectives.
+        log_prefix: What a line of the log that concerns it begins with.
+    """
+
+    def __init__(self, team: Team, stage: Stage, group: OwnedGroup | None) -> None:
+        self.team = team
+        self.group = group
+        self.number = team.rounds.number
+        seconds = None if group is None else group.signature.timeout
+        self.timeout = stage.request().place.timeout if seconds is None else timedelta(seconds=seconds)
+        generation = 0 if group is None else group.generation
+        self.log_prefix = records.prefix(team.run, team.attempt, team.rank, team.size, generation)
