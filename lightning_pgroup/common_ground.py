@@ -4,6 +4,7 @@ from datetime import timedelta
 
 from lightning_pgroup import records
 from lightning_pgroup.claim import Stage
+from lightning_pgroup.errors import RendezvousAbandonedError
 from lightning_pgroup.group import OwnedGroup
 from lightning_pgroup.team import Team
 
@@ -30,5 +31,21 @@ class CommonGround:
         self.number = team.rounds.number
         seconds = None if group is None else group.signature.timeout
         self.timeout = stage.request().place.timeout if seconds is None else timedelta(seconds=seconds)
-        generation = 0 if group is None else group.generation
+        self._generation = generation = 0 if group is None else group.generation
         self.log_prefix = records.prefix(team.run, team.attempt, team.rank, team.size, generation)
+
+    def check(self) -> None:
+        """Look whether it makes sense to wait for the others.
+
+        Raises:
+            RendezvousAbandonedError: One of them has failed.
+        """
+        self.team.check_failure(self._generation, "it can not go on")
+
+    def has_failed(self) -> bool:
+        """Whether a rank has failed, so that the group, if it is there, works no more."""
+        try:
+            self.check()
+        except RendezvousAbandonedError:
+            return self.group is not None
+        return False

@@ -53,6 +53,8 @@ def compute_before_the_end(lifecycle: Lifecycle, stage: Stage, trainer: Trainer,
         leaves = _leaves(roots, stage)
         refusal = _all_are_ready(ground, bool(leaves))
         if refusal:
+            if leaves and ground.has_failed():
+                lifecycle.discard(stage, refusal)
             _miss(leaves, ground, refusal)
         elif leaves:
             _compute(leaves, ground, device)
@@ -107,12 +109,7 @@ def _all_are_ready(ground: CommonGround, has_metrics: bool) -> str:
     if not has_metrics:
         ground.team.hands.keep_down(ground.number, "has no metrics")
         return "there are none"
-    generation = ground.group.generation
-
-    def check() -> None:
-        ground.team.check_failure(generation, "it can not go on")
-
-    return ground.team.hands.raise_hand(ground.number, ground.timeout, check)
+    return ground.team.hands.raise_hand(ground.number, ground.timeout, ground.check)
 
 
 def _keep_down(ground: CommonGround, why: str) -> None:
