@@ -1,7 +1,7 @@
 """Finds what a user's objects hold, and names the place: ``model.encoder.norm.process_group``.
 
 Walks modules, dictionaries, lists and the attributes of the given objects, but not into objects of other kinds: they may lead
-anywhere. Nor into sets, whose order differs between ranks, nor into the states of a metric: lists as long as its data.
+anywhere. Nor into sets, whose order differs between ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Module
 
 _CONTAINERS = (list, tuple)
-_STATES_OF_METRICS = "_defaults"
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 _PRIVATE_OF_MODULES = frozenset({*vars(Module()), "_trainer", "_fabric"}) - set(_REGISTERED)
 
@@ -48,7 +47,6 @@ def _inside(place: str, found: Any, is_root: bool) -> Iterator[tuple[str, Any]]:
         for name, child in found._modules.items():
             yield f"{place}.{name}", child
     if isinstance(found, Module) or is_root:
-        own, states = (*_REGISTERED, *_PRIVATE_OF_MODULES), getattr(found, _STATES_OF_METRICS, ())
         for name, one in getattr(found, "__dict__", {}).items():
-            if not (isinstance(found, Module) and (name in own or name in states)):
+            if not (isinstance(found, Module) and name in (*_REGISTERED, *_PRIVATE_OF_MODULES)):
                 yield f"{place}.{name}", one
