@@ -21,7 +21,6 @@ class CommonGround:
         team: See above.
         group: See above.
         number: The round with which the stage began; equal on all ranks, and no other stage has it.
-        timeout: Bound of what is done together: that of the group's collectives.
         log_prefix: What a line of the log that concerns it begins with.
     """
 
@@ -29,10 +28,15 @@ class CommonGround:
         self.team = team
         self.group = group
         self.number = team.rounds.number
-        seconds = None if group is None else group.signature.timeout
-        self.timeout = stage.request().place.timeout if seconds is None else timedelta(seconds=seconds)
-        self._generation = generation = 0 if group is None else group.generation
-        self.log_prefix = records.prefix(team.run, team.attempt, team.rank, team.size, generation)
+        self._stage = stage
+        self._generation = 0 if group is None else group.generation
+        self.log_prefix = records.prefix(team.run, team.attempt, team.rank, team.size, self._generation)
+
+    @property
+    def timeout(self) -> timedelta:
+        """Bound of what is done together: that of the group's collectives."""
+        seconds = None if self.group is None else self.group.signature.timeout
+        return self._stage.request().place.timeout if seconds is None else timedelta(seconds=seconds)
 
     def check(self) -> None:
         """Look whether it makes sense to wait for the others.

@@ -6,6 +6,7 @@ that is slower there, so lets nobody wait. Nothing in here makes a stage fail: w
 when it is asked for its value.
 """
 
+import contextlib
 import re
 import warnings
 from collections import Counter
@@ -29,7 +30,7 @@ from lightning_pgroup.metric_marks import lift, mark_complete, mark_local, put_s
 from lightning_pgroup.records import logger
 
 WORD_TIMEOUT = timedelta(seconds=0.5)
-"""How long a rank whose stage has failed tries to tell those that wait for it here."""
+"""How long a rank that can not come tries to tell those that wait for it here."""
 
 _NO_UPDATE = re.compile(r"The ``compute`` method of metric \w+ was called before the ``update`` method")
 
@@ -61,28 +62,28 @@ def compute_before_the_end(lifecycle: Lifecycle, stage: Stage, trainer: Trainer,
     except Exception as error:
         # Others may wait in a collective for this rank, and the group may be in the middle of one.
         why = f"the ranks could not exchange their metrics: {describe(error)}"
+        _keep_down(ground, why)
         lifecycle.discard(stage, why)
         _miss(leaves, ground, why)
 
 
-def after_failure(ground: CommonGround | None, stage: Stage, trainer: Trainer, error: BaseException) -> None:
-    """Let the metrics of a stage that has raised know that they have missed their computation. Local, waits at most 0.5 s.
+def after_failure(ground: CommonGround | None, stage: Stage, trainer: Trainer, why: str) -> None:
+    """Let the metrics of a stage that was broken off know that they have missed their computation. Local, waits at most 0.5 s.
 
     Args:
         ground: From :meth:`Lifecycle.common_ground`, before the stage has ended.
         stage: The stage.
         trainer: Its Trainer.
-        error: What it raised.
+        why: What happened to it, in words.
     """
     if ground is None:
         return
-    why = f"{stage.name!r} raised {describe(error)}"
     try:
-        mark_local(_leaves(_roots(trainer), stage), f"{why}, before it was computed over all ranks")
+        mark_local(_leaves(_roots(trainer), stage), f"{stage.name!r} {why}, before it was computed over all ranks")
     except Exception as problem:  # a user's objects may hold anything
         logger.debug("the metrics could not be marked: %s", problem)
-    # A rank that waits in a show of hands sees the record of a failure; but not every failure leaves one.
-    run_bounded(lambda: _keep_down(ground, f"does not come: {why}"), WORD_TIMEOUT, "hands")
+    if not stage.failure:  # else a rank that waits here sees the record of it
+        _keep_down(ground, f"does not come: {stage.name!r} {why}")
 
 
 def _roots(trainer: Trainer) -> dict[str, Any]:
@@ -113,10 +114,13 @@ def _all_are_ready(ground: CommonGround, has_metrics: bool) -> str:
 
 
 def _keep_down(ground: CommonGround, why: str) -> None:
-    try:
-        ground.team.hands.keep_down(ground.number, why)
-    except Exception as error:
-        logger.debug("the store does not take a last word: %s", error)
+    """Let no rank wait for this one, as far as the store can be reached; it may be what has failed."""
+
+    def say() -> None:
+        with contextlib.suppress(Exception):
+            ground.team.hands.keep_down(ground.number, why)
+
+    run_bounded(say, WORD_TIMEOUT, "hands")
 
 
 def _compute(leaves: list[Leaf], ground: CommonGround, device: torch.device) -> None:

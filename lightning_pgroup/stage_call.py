@@ -10,6 +10,7 @@ from lightning_pgroup import metrics
 from lightning_pgroup.bounded import run_shielded
 from lightning_pgroup.claim import Stage
 from lightning_pgroup.errors import WorldSizeError
+from lightning_pgroup.exceptions import describe
 from lightning_pgroup.lifecycle import Lifecycle
 from lightning_pgroup.lightning_private import SIGTERMException, TunerExitException, failing_hook, requested_devices
 from lightning_pgroup.process_state import process_state
@@ -74,11 +75,11 @@ class StageCall:
         if stage.claim.terminated and not isinstance(error, SIGTERMException):
             # The group was dropped when the signal arrived; what followed from that is not what ends this rank.
             error = SIGTERMException()
-        trainer = None if is_tuner else self._trainer_with_metrics()
+        trainer = self._trainer_with_metrics()
         ground = None if trainer is None else lifecycle.common_ground(stage)
         lifecycle.leave(stage, error, tuner_exit=is_tuner, hook=hook)
         if trainer is not None and ground is not None:
-            metrics.after_failure(ground, stage, trainer, error)
+            metrics.after_failure(ground, stage, trainer, "was left by a tuner" if is_tuner else f"raised {describe(error)}")
         return error
 
 

@@ -15,6 +15,8 @@ from torchmetrics.aggregation import RunningSum
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_pgroup import PGroupDDPStrategy
+from lightning_pgroup.lightning_private import TunerExitException
+from lightning_pgroup.process_state import process_state
 from tests.faults import PATIENCE, Boom
 from tests.metric_fits import Feeds, Hook, fit, model_with, reports, warns
 from tests.models import TinyData, TinyModel, make_trainer, whats
@@ -259,6 +261,45 @@ def test_a_rank_that_is_late_is_named_and_finds_that_nobody_waits_for_it():
         assert "rank 0 gave up" in found[0]
         assert "of 1.0 s for rank 1 to end the stage" in found[0]
         assert said == (torch.tensor(1.0), False)
+
+
+def test_garbage_in_the_store_frees_all_and_leaves_the_stage_whole():
+    def job(rank):
+        model, strategy = model_with(mean=MeanMetric()), PGroupDDPStrategy(destroy="at_exit")
+
+        def last():
+            if rank == 0:
+                team = process_state().lifecycle._notices.team
+                team.store.set(f"hands/{team.rounds.number}/outcome", "[" * 100)
+            dist.barrier()
+
+        callbacks = [Feeds(lambda model: model.mean.update(float(rank))), Hook(last)]
+        with reports() as found:
+            make_trainer(strategy, callbacks=callbacks).fit(model, datamodule=TinyData())
+        alive = dist.is_initialized()
+        fit(model, lambda model: None)
+        return found, alive, warns(model.mean)
+
+    for found, alive, said in run_ranks(job):
+        assert len(found) == 1
+        assert "GarbledStoreError" in found[0]
+        assert not alive
+        assert said == (torch.tensor(0.5), False)
+
+
+def test_a_tuner_that_leaves_a_stage_is_no_silent_end():
+    def job(rank):
+        model = model_with(mean=MeanMetric())
+
+        class Tunes(Callback):
+            def on_train_end(self, trainer, pl_module):
+                raise TunerExitException
+
+        with reports() as found:
+            fit(model, lambda model: model.mean.update(float(rank)), callbacks=[Tunes()])
+        return found, warns(model.mean)
+
+    assert run_ranks(job) == [([], (torch.tensor(float(rank)), True)) for rank in range(2)]
 
 
 @pytest.mark.parametrize("losers", [{0}, {0, 1}])
