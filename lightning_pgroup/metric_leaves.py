@@ -50,7 +50,7 @@ class Leaf:
             self.running._num_vals_seen = count
 
     @property
-    def is_synced(self) -> bool:
+    def may_sync(self) -> bool:
         """Whether its user lets it compute over all ranks."""
         return self.metric._to_sync
 

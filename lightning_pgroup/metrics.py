@@ -26,7 +26,7 @@ from lightning_pgroup.exceptions import describe
 from lightning_pgroup.lifecycle import Lifecycle
 from lightning_pgroup.metric_gather import Offer, Told, gather, offer, tell
 from lightning_pgroup.metric_leaves import Leaf, States, find_leaves, merge
-from lightning_pgroup.metric_marks import lift, mark_complete, mark_local, put_states
+from lightning_pgroup.metric_marks import is_local, lift, mark_complete, mark_local, put_states
 from lightning_pgroup.records import logger
 
 WORD_TIMEOUT = timedelta(seconds=0.5)
@@ -99,7 +99,7 @@ def _roots(trainer: Trainer) -> dict[str, Any]:
 
 def _leaves(roots: Mapping[str, Any], stage: Stage) -> list[Leaf]:
     inner = {f"nested[{index}].{name}": root for index, guest in enumerate(stage.guests) for name, root in guest.items()}
-    return [leaf for leaf in find_leaves({**roots, **inner}) if leaf.is_synced]
+    return [leaf for leaf in find_leaves({**roots, **inner}) if leaf.may_sync]
 
 
 def _all_are_ready(ground: CommonGround, has_metrics: bool) -> str:
@@ -216,10 +216,10 @@ def _compute_own_way(leaf: Leaf, ground: CommonGround, device: torch.device) -> 
 def _attempt(leaf: Leaf, ground: CommonGround, compute: Callable[[], None], passes: Callable[[], bool] = lambda: False) -> None:
     try:
         compute()
-    except Exception as error:
+    except BaseException as error:
         passed = passes() and not leaf.metric._is_synced
         leaf.forget_sync()
-        if passed:
+        if passed or not isinstance(error, Exception):
             raise
         _miss([leaf], ground, f"its `compute` raised {describe(error)}")
 
@@ -233,7 +233,7 @@ def _compute_one(metric: Metric) -> None:
 
 def _miss(leaves: list[Leaf], ground: CommonGround, why: str) -> None:
     """Report metrics that were not computed over all ranks, and let them say so when they are asked."""
-    missed = [leaf for leaf in leaves if leaf.updates]
+    missed = [leaf for leaf in leaves if leaf.updates and (is_local(leaf) or not leaf.is_cached)]
     for leaf in missed:
         logger.warning("%s %s was not computed over all ranks: %s", ground.log_prefix, leaf.place, why)
     mark_local(missed, f"it was not computed over all ranks before the stage ended ({why})")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from torchmetrics import MeanMetric, Metric, SumMetric
+from torchmetrics import CatMetric, MeanMetric, Metric, SumMetric
 from torchmetrics.aggregation import RunningSum
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -61,6 +61,8 @@ def test_what_can_not_be_computed_is_reported_and_the_rest_is_right():
             raising=RaisesOn(rank == 1),
             other=MeanMetric() if rank else SumMetric(),
             cached=MeanMetric(),
+            computed=MeanMetric(),
+            uneven=CatMetric(dist_sync_fn=gather_all_tensors),
             after=MeanMetric(),
         )
         model.unsendable = [Unsendable()]
@@ -70,8 +72,15 @@ def test_what_can_not_be_computed_is_reported_and_the_rest_is_right():
             for name in names:
                 getattr(model, name).update(float(rank))
             model.unsendable[0].update(1)
+            if rank == 1:
+                model.uneven.update(torch.tensor([1, 2]))
             if rank == 0:
                 model.cached._computed = torch.tensor(99.0)  # as if the other rank had been updated since
+
+            model.computed.update(float(rank))
+            model.computed.compute()
+            if rank == 0:
+                del model.computed  # the other rank has its value all the same
 
         with reports() as found:
             fit(model, feed, callbacks=[Only()] if rank == 0 else [])
@@ -92,7 +101,8 @@ def test_what_can_not_be_computed_is_reported_and_the_rest_is_right():
             assert reported.keys() == {"model.other", "model.unsendable[0]", "Only.metric"}
             assert "rank 1 does not have it" in reported["Only.metric"]
         else:
-            assert reported.keys() == {"model.other", "model.unsendable[0]", "model.raising"}
+            assert reported.keys() == {"model.other", "model.unsendable[0]", "model.raising", "model.uneven"}
+            assert "its own synchronisation can not be trusted" in reported["model.uneven"]
             assert "its `compute` raised Boom: no value" in reported["model.raising"]
 
 
