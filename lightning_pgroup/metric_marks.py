@@ -2,7 +2,7 @@
 
 The mark is the metric's own count of updates, of a kind that vanishes at the right moment by itself: ``reset()`` sets it to 0,
 and ``update()`` adds 1. It survives copies and pickles. The metric asks whether other ranks are there before it synchronises,
-which is where the mark is read; as soon as they are, it is lifted.
+which is where the mark is read; as soon as they are, a mark of what is missing is lifted.
 """
 
 import warnings
@@ -70,14 +70,19 @@ class Memory:
         self._ask = metric.distributed_available_fn
 
     def others_are_there(self) -> bool:
-        """For the metric, before it synchronises. Warns if its value will lack what the other ranks had."""
+        """For the metric, before it synchronises. Warns if its value will lack what the other ranks had.
+
+        With the states of all ranks at hand it has to ask nobody, group or not, as with a value in its cache.
+        """
+        mark = self._metric._update_count
+        if isinstance(mark, CompleteCount):
+            return True
         if self._ask():
             self.lift()
             return True
-        mark = self._metric._update_count
         if isinstance(mark, LocalCount):
             warnings.warn(mark.why, UserWarning, stacklevel=2)
-        return isinstance(mark, CompleteCount)
+        return False
 
     def recall(self, *args: Any, **kwargs: Any) -> None:
         """For the metric, in place of a synchronisation: its states become those that all ranks had."""

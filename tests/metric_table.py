@@ -1,7 +1,7 @@
 """Metrics of all kinds with data for them: what each rank gives them, and what a single process would have them say."""
 
 import torch
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, MinMetric, SumMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 from torchmetrics.classification import (
     BinaryAccuracy,
     BinaryAUROC,
@@ -32,6 +32,20 @@ from torchmetrics.retrieval import RetrievalMAP, RetrievalNormalizedDCG
 from torchmetrics.text import CharErrorRate, Perplexity, ROUGEScore
 
 CLASSES = 4
+
+
+class ColumnSums(Metric):
+    """A user's metric whose state has the shape of its data, once there are any."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, rows, _):
+        self.total = self.total + rows.sum(0)
+
+    def compute(self):
+        return self.total
 
 
 def _binary(rows, make):
@@ -97,6 +111,7 @@ TABLE = {
     "mutual_info": (MutualInfoScore, _categories),
     "cramers_v": (lambda: CramersV(CLASSES), _categories),
     "cosine": (lambda: CosineSimilarity(reduction="mean"), _vectors),
+    "columns": (ColumnSums, _vectors),
     "explained": (ExplainedVariance, _pairs),
     "kendall": (KendallRankCorrCoef, _pairs),
     "mae": (MeanAbsoluteError, _pairs),

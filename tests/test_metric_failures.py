@@ -172,7 +172,7 @@ def test_after_an_abort_values_warn_until_reset_or_until_there_is_a_group_again(
 
         class Asks(Callback):
             def on_train_end(self, trainer, pl_module):
-                inside.append(warns(model.again))
+                inside.append((*warns(model.again), "_sync_dist" in vars(model.again)))
 
         fit(model, lambda model: None, callbacks=[Asks()])
         return said, inside[0], [warns(model.again), warns(model.mean), warns(model.running)]
@@ -186,7 +186,7 @@ def test_after_an_abort_values_warn_until_reset_or_until_there_is_a_group_again(
         assert said["still"] == (own, True)
         assert said["reset"] == (torch.tensor(7.0), False)
         assert said["running"] == ((own, True), (own, True))
-        assert inside == (torch.tensor(0.5), False)
+        assert inside == (torch.tensor(0.5), False, False)  # and nothing of ours is left on it
         assert later == [(torch.tensor(0.5), False), (torch.tensor(0.5), False), (torch.tensor(1.0), False)]
 
 

@@ -193,6 +193,25 @@ def feed_one(rank, step):
     return seen[4 + 1][0]
 
 
+def test_one_rank_alone_may_ask_after_the_stage_also_while_the_group_lives():
+    def job(rank):
+        model = model_with(
+            mean=MeanMetric(), uncached=MeanMetric(compute_with_cache=False), running=Running(SumMetric(), window=2)
+        )
+
+        def feed(model):
+            for metric in (model.mean, model.uncached, model.running):
+                metric.update(float(rank))
+
+        fit(model, feed, destroy="at_exit")
+        assert dist.is_initialized()
+        if rank == 0:
+            return [metric.compute().item() for metric in (model.mean, model.uncached, model.running)]
+        return None
+
+    assert run_ranks(job)[0] == [0.5, 0.5, 1.0]
+
+
 class Holder(Callback):
     def __init__(self):
         self.metrics = {"a": SumMetric()}
