@@ -5,10 +5,10 @@ not fit together: with gloo the process is aborted in C++ code when a rank witho
 So here the ranks first tell one another what they have, and then all send one piece of bytes.
 """
 
-import itertools
-import pickle
+import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -20,15 +20,9 @@ from lightning_pgroup.metric_leaves import Leaf, States
 from lightning_pgroup.metric_marks import is_local
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """What one rank says of one metric. Sent between ranks, as a pickle, like all that Lightning's ``broadcast`` sends.
+    """What one rank says of one metric. Sent between ranks as JSON.
 
     Attributes:
         place: Where it was found.
@@ -51,10 +45,10 @@ class Told:
     problem: str = ""
 
     @property
-    def amounts(self) -> list[tuple[str, int, list[tuple[torch.dtype, int]]]]:
+    def amounts(self) -> list[tuple[str, int, list[tuple[str, int]]]]:
         """How many tensors of which types and dimensions each state has."""
         return [
-            (name, len(form) if isinstance(form, list) else -1, [(one.dtype, len(one.shape)) for one in _forms(form)])
+            (name, len(form.get("list", "")), [(one["dtype"], len(one["shape"])) for one in _forms(form)])
             for name, form in self.states.items()
         ]
 
@@ -86,17 +80,26 @@ def offer(leaf: Leaf, size: int) -> Offer:
     try:
         states, references = leaf.states(), leaf.references()
         forms = {name: _form(value) for name, value in states.items()}
-        pickle.dumps(forms)
         return Offer(leaf, Told(**told, data=leaf.has_data(states), states=forms), states, references, leaf.members(size))
     except Exception as error:  # a user's metric may hold anything
         return Offer(leaf, Told(**told, problem=describe(error)), {}, {}, ())
 
 
-def tell(offers: list[Offer], size: int) -> list[dict[str, Told]]:
-    """What each rank tells of its metrics, by their places, in rank order. Collective; bounded by the group's timeout."""
-    answers: list[Any] = [None] * size
-    dist.all_gather_object(answers, [one.told for one in offers])
-    return [{told.place: told for told in answer} for answer in answers]
+def tell(offers: list[Offer], size: int, device: torch.device) -> list[dict[str, Told]]:
+    """What each rank tells of its metrics, by their places, in rank order. Collective; bounded by the group's timeout.
+
+    Args:
+        offers: The metrics of this rank.
+        size: Number of ranks.
+        device: Where the group's backend can send from.
+    """
+    text = json.dumps([asdict(one.told) for one in offers]).encode()
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(text)], device=device))
+    answers = _all_gather(mine, [int(length) for length in lengths])
+    read = [[Told(**one) for one in json.loads(bytes(answer.cpu().numpy()))] for answer in answers]
+    return [{told.place: told for told in of_rank} for of_rank in read]
 
 
 def gather(offers: list[Offer], told: list[dict[str, Told]], device: torch.device) -> list[dict[str, States]]:
@@ -108,11 +111,12 @@ def gather(offers: list[Offer], told: list[dict[str, Told]], device: torch.devic
         device: Where the group's backend can send from.
     """
     places = [one.told.place for one in offers]
-    mine = [_bytes(tensor).to(device) for one in offers for tensor in _tensors(one.states)]
-    sizes = [sum(_size(form) for place in places for form in _forms(by_place[place].states)) for by_place in told]
-    pieces = _all_gather(torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device), sizes)
+    mine = [_bytes(tensor).to(device) for one in offers for value in one.states.values() for tensor in _tensors(value)]
     forms = [{place: by_place[place].states for place in places} for by_place in told]
-    return list(map(_unpack, pieces, forms))
+    sizes = [sum(_size(one) for states in each.values() for form in states.values() for one in _forms(form)) for each in forms]
+    pieces = _all_gather(torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device), sizes)
+    readers = map(_Reader, pieces)
+    return [{place: reader.states(each[place]) for place in places} for reader, each in zip(readers, forms, strict=True)]
 
 
 def _all_gather(mine: Tensor, sizes: list[int]) -> list[Tensor]:
@@ -126,28 +130,38 @@ def _all_gather(mine: Tensor, sizes: list[int]) -> list[Tensor]:
     return [one[:size] for one, size in zip(gathered, sizes, strict=True)]
 
 
-def _form(value: Any) -> Any:
-    """What has to be known to read a value from bytes: type and shape of a tensor, each item of a list, or the value."""
+def _form(value: Any) -> dict[str, Any]:
+    """What has to be known to read a value from bytes, as JSON: type and shape of a tensor, each item of a list, or the value.
+
+    Raises:
+        ValueError: It is something else.
+    """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise ValueError(f"a state is a tensor of layout {value.layout}, which can not be sent")
-        return _Tensor(value.dtype, tuple(value.shape))
-    return [_form(one) for one in value] if isinstance(value, list) else value
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if isinstance(value, (list, tuple)):
+        return {"list" if isinstance(value, list) else "tuple": [_form(one) for one in value]}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if value is None or isinstance(value, (str, int, float)):
+        return {"plain": value}
+    raise ValueError(f"a state has a {type(value).__qualname__}, which can not be sent")
 
 
-def _forms(form: Any) -> Iterator[_Tensor]:
-    if isinstance(form, _Tensor):
+def _forms(form: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The forms of the tensors in one, in order."""
+    if "dtype" in form:
         yield form
-    elif isinstance(form, (list, dict)):
-        for one in form.values() if isinstance(form, dict) else form:
-            yield from _forms(one)
+    for one in form.get("list", form.get("tuple", ())):
+        yield from _forms(one)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, (list, tuple)):
+        for one in value:
             yield from _tensors(one)
 
 
@@ -155,24 +169,33 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _size(form: _Tensor) -> int:
-    size: int = form.dtype.itemsize
-    for length in form.shape:
-        size *= length
+def _size(form: dict[str, Any]) -> int:
+    size: int = _dtype(form).itemsize * math.prod(form["shape"])
     return size
 
 
-def _unpack(piece: Tensor, forms: dict[str, Any]) -> dict[str, Any]:
-    start = itertools.accumulate((_size(form) for form in _forms(forms)), initial=0)
+def _dtype(form: dict[str, Any]) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, form["dtype"])
+    return dtype
 
-    def build(form: Any) -> Any:
-        if isinstance(form, _Tensor):
-            first = next(start)
+
+class _Reader:
+    """Reads values one after the other from a piece of bytes."""
+
+    def __init__(self, piece: Tensor) -> None:
+        self._piece = piece
+        self._read = 0
+
+    def states(self, forms: dict[str, Any]) -> States:
+        return {name: self._value(form) for name, form in forms.items()}
+
+    def _value(self, form: dict[str, Any]) -> Any:
+        if "dtype" in form:
+            first, self._read = self._read, self._read + _size(form)
             # A copy begins where numbers of any size may begin.
-            return piece[first : first + _size(form)].clone().view(form.dtype).reshape(form.shape)
-        if isinstance(form, dict):
-            return {name: build(one) for name, one in form.items()}
-        return [build(one) for one in form] if isinstance(form, list) else form
-
-    result: dict[str, Any] = build(forms)
-    return result
+            return self._piece[first : self._read].clone().view(_dtype(form)).reshape(form["shape"])
+        if "list" in form:
+            return [self._value(one) for one in form["list"]]
+        if "tuple" in form:
+            return tuple(self._value(one) for one in form["tuple"])
+        return bytes.fromhex(form["bytes"]) if "bytes" in form else form["plain"]

@@ -126,7 +126,7 @@ def _keep_down(ground: CommonGround, why: str) -> None:
 def _compute(leaves: list[Leaf], ground: CommonGround, device: torch.device) -> None:
     size = ground.team.size
     offers = {one.told.place: one for one in (offer(leaf, size) for leaf in leaves)}
-    told = tell(list(offers.values()), size)
+    told = tell(list(offers.values()), size, device)
     reasons = {place: _unfit(place, told) for place in offers}
     for one in offers.values():
         if reasons[one.told.place]:

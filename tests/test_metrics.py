@@ -56,14 +56,14 @@ class OwnSync(MeanMetric):
 
 
 class Words(Metric):
-    """A metric whose states are no tensors."""
+    """A metric whose states are no tensors, or have others around them."""
 
     def __init__(self):
         super().__init__()
         self.add_state("words", [], dist_reduce_fx=None)
 
     def update(self, word):
-        self.words.append(word)
+        self.words.append((word, word.encode(), [len(word), None, torch.tensor(len(word))]))
 
     def compute(self):
         return sorted(self.words)
