@@ -75,6 +75,7 @@ class Stage:
         held: The names of those that this rank's objects hold.
         renewed: The names of those that any rank's objects hold, which their members are to make anew.
         failure: The first failure of its generation, in words, once that is known.
+        guests: What the Trainers of the stages that ran inside it have, by name, to be looked at when it ends.
     """
 
     claim: Claim
@@ -87,3 +88,4 @@ class Stage:
     groups: dict[str, str] = field(default_factory=dict)
     held: tuple[str, ...] = ()
     renewed: tuple[str, ...] = ()
+    guests: list[dict[str, Any]] = field(default_factory=list)

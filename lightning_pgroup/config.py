@@ -26,6 +26,9 @@ _SET_BY_LIGHTNING = frozenset({"module", "device_ids"})
 _DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "kwargs"}
 _NO_CHOICE = ("undefined", "fake")
 
+COMPUTE = "compute"
+KEEP = "keep"
+
 Duration = float | timedelta
 """A time span: seconds or a ``timedelta``."""
 
@@ -41,6 +44,7 @@ class LifecycleConfig:
     rendezvous_timeout: timedelta | None
     init_method: str | None
     pg_options: Any
+    compute_metrics: bool = True
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -57,6 +61,7 @@ def parse_config(
     rendezvous_timeout: Duration | None,
     init_method: str | None,
     pg_options: Any,
+    metrics: str = COMPUTE,
 ) -> LifecycleConfig:
     """Check the arguments of a strategy against each other. Touches neither network nor processes.
 
@@ -73,6 +78,7 @@ def parse_config(
         rendezvous_timeout=(None if rendezvous_timeout is None else parse_duration("rendezvous_timeout", rendezvous_timeout)),
         init_method=_parse_init_method(init_method),
         pg_options=pg_options,
+        compute_metrics=_parse_metrics(metrics),
     )
 
 
@@ -142,6 +148,12 @@ def check_ddp_arguments(arguments: Mapping[str, Any], own: Set[str]) -> None:
         f"Neither `PGroupDDPStrategy` nor `DistributedDataParallel` knows {', '.join(map(repr, unknown))}.{hint} The former"
         f" takes: {', '.join(sorted(ours))}; the latter: {', '.join(sorted(ddp))}."
     )
+
+
+def _parse_metrics(metrics: str) -> bool:
+    if metrics not in (COMPUTE, KEEP):
+        raise ValueError(f"`metrics` must be one of {COMPUTE!r}, {KEEP!r}, got {metrics!r}.")
+    return metrics == COMPUTE
 
 
 def _parse_init_method(init_method: str | None) -> str | None:

@@ -17,13 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_pgroup import c10d
 from lightning_pgroup.acquisition import Acquisition
 from lightning_pgroup.claim import Claim, GroupRequest, Stage
+from lightning_pgroup.common_ground import CommonGround
 from lightning_pgroup.custody import Custody
 from lightning_pgroup.destroy import end_foreign
 from lightning_pgroup.errors import GroupLostError, GroupMismatchError, PGroupError, StrategyClosedError
 from lightning_pgroup.exceptions import describe
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.notices import Notices
-from lightning_pgroup.policy import Event, OnError, Ownership, reason
+from lightning_pgroup.policy import DestroyPolicy, Event, OnError, Ownership, reason
 from lightning_pgroup.saves import is_saving
 
 RELEASE_TIMEOUT = timedelta(seconds=1)
@@ -131,6 +132,24 @@ class Lifecycle:
                 self._acquisition.agree(stage, request)
             stage.acquired = True
             self._custody.use(stage)
+
+    def stage_around(self, stage: Stage) -> Stage | None:
+        """The stage that runs around another one, if any."""
+        place = self._stages.index(stage)
+        return self._stages[place - 1] if place else None
+
+    def common_ground(self, stage: Stage) -> CommonGround | None:
+        """Where the ranks of a running stage can still do something together; ``None`` if they need not, or must not."""
+        team, never = self._notices.team, DestroyPolicy.NEVER in stage.claim.config.policies
+        alone = team is None or team.size == 1 or self.stage_around(stage) is not None
+        if team is None or alone or never or not stage.acquired or self.ownership() is Ownership.FOREIGN:
+            return None
+        return CommonGround(team, stage, self._custody.current if self.generation is not None else None)
+
+    def discard(self, stage: Stage, why: str) -> None:
+        """Drop the group at once, since others may wait in it for this rank. Local; the next stage gets a new one."""
+        with self._exclusive():
+            self._custody.end(why, stage=stage.name, by=stage.claim, abort=True)
 
     def leave(self, stage: Stage, error: BaseException | None = None, *, tuner_exit: bool = False, hook: str = "") -> None:
         """End a stage, whose function returned or raised. Local; bounded by ``destroy_timeout``.

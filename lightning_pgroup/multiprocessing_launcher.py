@@ -45,7 +45,7 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
             state.lifecycle.next_trainer(trainer)
         if strategy.num_nodes == 1:
             self._invitation = state.membership.invite(strategy.num_processes, state.lifecycle.highest_generation)
-        call = StageCall(strategy, function, trainer)
+        call = StageCall(strategy, function, trainer, in_worker=True)
         try:
             with environment.restored_afterwards():
                 return super().launch(call, *args, trainer=trainer, **kwargs)

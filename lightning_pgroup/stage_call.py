@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 
+from lightning_pgroup import metrics
 from lightning_pgroup.bounded import run_shielded
 from lightning_pgroup.claim import Stage
 from lightning_pgroup.errors import WorldSizeError
+from lightning_pgroup.exceptions import describe
 from lightning_pgroup.lifecycle import Lifecycle
 from lightning_pgroup.lightning_private import SIGTERMException, TunerExitException, failing_hook, requested_devices
 from lightning_pgroup.process_state import process_state
@@ -24,12 +26,16 @@ class StageCall:
         strategy: Whose stage it is.
         function: What the Trainer asked the launcher to run.
         trainer: The Trainer, if the launcher was told.
+        in_worker: Whether it runs in a process that ends with it.
     """
 
-    def __init__(self, strategy: "PGroupDDPStrategy", function: Callable[..., Any], trainer: Trainer | None) -> None:
+    def __init__(
+        self, strategy: "PGroupDDPStrategy", function: Callable[..., Any], trainer: Trainer | None, *, in_worker: bool
+    ) -> None:
         self._strategy = strategy
         self._function = function
         self._trainer = trainer
+        self._in_worker = in_worker
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function. Called by the launcher, in each rank.
@@ -46,26 +52,35 @@ class StageCall:
         try:
             run_shielded(enter, "enter")
             result = self._function(*args, **kwargs)
+            if (trainer := self._trainer_with_metrics()) is not None and os.getpid() == process:
+                metrics.compute_before_the_end(lifecycle, stages[0], trainer, self._strategy.root_device)
         except BaseException as error:
             if not stages or os.getpid() != process:  # a child that was forked inside has no part in the stage
                 raise
             caught, ends = error, list[BaseException]()
-            run_shielded(lambda: ends.append(_leave(lifecycle, stages[0], caught)), "leave")
+            run_shielded(lambda: ends.append(self._leave(lifecycle, stages[0], caught)), "leave")
             if ends[0] is not error:
                 raise ends[0] from error
             raise
         run_shielded(lambda: lifecycle.leave(stages[0]), "leave")
         return result
 
+    def _trainer_with_metrics(self) -> Trainer | None:
+        """The Trainer whose metrics it has to look after: those in a worker end with it."""
+        return self._trainer if self._strategy.claim().config.compute_metrics and not self._in_worker else None
 
-def _leave(lifecycle: Lifecycle, stage: Stage, error: BaseException) -> BaseException:
-    """End a stage that raised; returns what it is to raise."""
-    hook = failing_hook(error)
-    if stage.claim.terminated and not isinstance(error, SIGTERMException):
-        # The group was dropped when the signal arrived; what followed from that is not what ends this rank.
-        error = SIGTERMException()
-    lifecycle.leave(stage, error, tuner_exit=isinstance(error, TunerExitException), hook=hook)
-    return error
+    def _leave(self, lifecycle: Lifecycle, stage: Stage, error: BaseException) -> BaseException:
+        """End a stage that raised; returns what it is to raise."""
+        hook, is_tuner = failing_hook(error), isinstance(error, TunerExitException)
+        if stage.claim.terminated and not isinstance(error, SIGTERMException):
+            # The group was dropped when the signal arrived; what followed from that is not what ends this rank.
+            error = SIGTERMException()
+        trainer = self._trainer_with_metrics()
+        ground = None if trainer is None else lifecycle.common_ground(stage)
+        lifecycle.leave(stage, error, tuner_exit=is_tuner, hook=hook)
+        if trainer is not None and ground is not None:
+            metrics.after_failure(ground, stage, trainer, "was left by a tuner" if is_tuner else f"raised {describe(error)}")
+        return error
 
 
 def stage_name(trainer: Trainer | None) -> str:

@@ -67,6 +67,8 @@ class PGroupDDPStrategy(GroupNames, LentParts):
         init_method: ``"file://…"``, ``"tcp://…"`` or ``"env://"``: where the ranks meet, instead of the launcher's way.
         pg_options: Options of the backend, as ``torch.distributed.init_process_group`` takes them.
         groups: Named groups: lists of ranks by name, such as ``{"pairs": [[0, 1], [2, 3]]}``; see :meth:`group`.
+        metrics: What happens to metrics of ``torchmetrics`` at the end of a stage: ``"compute"`` (computed over all ranks, so
+            that their values stay right without the group) or ``"keep"`` (nothing).
         **ddp_kwargs: Arguments of ``DistributedDataParallel``. ``process_group`` may be a name of ``groups``.
 
     Raises:
@@ -99,6 +101,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
         init_method: str | None = None,
         pg_options: Any = None,
         groups: Mapping[str, Ranks] | None = None,
+        metrics: str = "compute",
         **ddp_kwargs: Any,
     ) -> None:
         self._config = parse_config(
@@ -109,6 +112,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
             rendezvous_timeout=rendezvous_timeout,
             init_method=init_method,
             pg_options=pg_options,
+            metrics=metrics,
         )
         check_backend(process_group_backend)
         if start_method not in _START_METHODS:

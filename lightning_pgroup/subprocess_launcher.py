@@ -51,7 +51,7 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         Raises:
             WorldSizeError: There are not as many processes as the stage asks for.
         """
-        call = StageCall(self._strategy, function, trainer)
+        call = StageCall(self._strategy, function, trainer, in_worker=False)
         state = process_state()
         if isinstance(self.cluster_environment, MPIEnvironment):
             # Its ranks find the address by a collective of their own, a new one for each Trainer: here all are, and later

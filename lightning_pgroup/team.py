@@ -24,6 +24,7 @@ from lightning_pgroup.init_method import host_of, is_hosted_by_rank_0, launcher_
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.main_address import reach_at
 from lightning_pgroup.rounds import Rounds
+from lightning_pgroup.show_of_hands import ShowOfHands
 from lightning_pgroup.store import LOOPBACK, Endpoint, delete_below
 from lightning_pgroup.watched_store import WatchedStore
 
@@ -129,6 +130,7 @@ class Team:
         self.store: Store = PrefixStore(_prefix(run), store)
         self._waiter = (waiter or KeyWaiter(store)).below(_prefix(run))
         self.rounds = Rounds(self.store, rank, size, self._waiter)
+        self.hands = ShowOfHands(self.store, rank, size, self._waiter)
 
     @classmethod
     def alone(cls) -> "Team":
@@ -147,18 +149,27 @@ class Team:
             timeout: Bound of a wait that is given none.
         """
         who = f"Rank {self.rank} of {self.size}"
+        waiter = self._waiter.below(f"{_GENERATIONS}/{generation}")
 
         def check() -> None:
-            self.check_peers()
-            failed = failure.read(self.store, generation)
-            if failed is not None:
-                raise RendezvousAbandonedError(
-                    f"{who} can not go on creating a process group of generation {generation}, for rank {failed.rank} has"
-                    f" failed: {failed.kind}"
-                )
+            self.check_failure(generation, f"{who} can not go on creating a process group of generation {generation}")
 
-        waiter = self._waiter.below(f"{_GENERATIONS}/{generation}")
         return WatchedStore(self.generation_store(generation), waiter, timeout, who, check)
+
+    def check_failure(self, generation: int, what: str) -> None:
+        """Look whether waiting for the other ranks of a generation still makes sense. Two operations on the store.
+
+        Args:
+            generation: Its number.
+            what: What is given up if it does not, for the message.
+
+        Raises:
+            RendezvousAbandonedError: One has failed.
+        """
+        self.check_peers()
+        failed = failure.read(self.store, generation)
+        if failed is not None:
+            raise RendezvousAbandonedError(f"{what}, for rank {failed.rank} has failed: {failed.kind}")
 
     def announce(self, generation: int) -> None:
         """Note that the ranks have agreed on a generation. On one rank, before the others learn of it."""

@@ -1,0 +1,115 @@
+"""A show of hands: do all ranks have something to do together before a stage ends?
+
+Keys, below the prefix of the run, for the stage that began with round ``r``:
+
+==========================  ============================================================================================
+``hands/<r>/raised``        how many ranks have raised their hand
+``hands/<r>/raised/<k>``    that rank ``k`` has, for messages
+``hands/<r>/outcome``       whether all have, or which rank has not and why; the first writer wins
+==========================  ============================================================================================
+
+A rank that raises no hand says so in one operation, and waits for nobody. Those that do raise theirs hear at once of one that
+does not, of one that has failed, and of one that gives up waiting: then none of them begins what only all can do.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypedDict
+
+from torch.distributed import Store
+
+from lightning_pgroup import payload
+from lightning_pgroup.errors import PGroupError, RendezvousTimeoutError
+from lightning_pgroup.exceptions import describe
+from lightning_pgroup.key_waiter import KeyWaiter
+
+_PREFIX = "hands"
+
+
+class _Outcome(TypedDict, total=False):
+    """That all ranks have raised their hand, or which has not, and why."""
+
+    all: bool
+    without: int
+    why: str
+
+
+class ShowOfHands:
+    """The shows of hands of one set of ranks.
+
+    Args:
+        store: Where the ranks meet; under the prefix of the run.
+        rank: This process's rank.
+        size: Number of ranks.
+        waiter: Waits for keys of ``store``.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, waiter: KeyWaiter) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._waiter = waiter
+        self._passed: list[int] = []
+
+    def raise_hand(self, number: int, timeout: timedelta, check: Callable[[], None]) -> str:
+        """Say that this rank is ready. Collective among the ranks that are; waits at most ``timeout`` for the others.
+
+        Args:
+            number: The round with which the stage began; equal on all ranks.
+            timeout: How long to wait.
+            check: Called ten times a second by a rank that waits; raises a ``PGroupError`` when another one has failed.
+
+        Returns:
+            Which rank is not ready, and why; empty if all are.
+
+        Raises:
+            Exception: The store is gone, or has a value that no rank wrote.
+        """
+        self._delete_passed(number)
+        key = f"{_PREFIX}/{number}/outcome"
+        self._store.set(f"{_PREFIX}/{number}/raised/{self._rank}", "1")
+        if self._store.add(f"{_PREFIX}/{number}/raised", 1) == self._size:
+            return self._settle(number, {"all": True})
+        with contextlib.suppress(PGroupError):  # what is written there then counts for all, whoever wrote it
+            self._waiter.watch(
+                [key],
+                timeout,
+                check=check,
+                late=lambda waited: self._late(number, waited, timeout),
+                last_words=lambda error: json.dumps({"without": self._rank, "why": f"gave up: {describe(error)}"}).encode(),
+            )
+        return self._text(key, self._store.get(key))
+
+    def keep_down(self, number: int, why: str) -> None:
+        """Say that this rank is not ready. At most four operations on the store, never waits for other ranks."""
+        self._delete_passed(number)
+        self._settle(number, {"without": self._rank, "why": why})
+
+    def _settle(self, number: int, outcome: _Outcome) -> str:
+        key = f"{_PREFIX}/{number}/outcome"
+        return self._text(key, self._store.compare_set(key, "", json.dumps(outcome)))
+
+    def _text(self, key: str, value: bytes) -> str:
+        outcome = payload.read(value, key, _Outcome)
+        if outcome.get("all"):
+            return ""
+        if "without" in outcome and "why" in outcome and outcome["without"] < self._size:
+            return f"rank {outcome['without']} {outcome['why']}"
+        raise payload.garbled(key, "how a show of hands ended", value)
+
+    def _late(self, number: int, waited: float, timeout: timedelta) -> RendezvousTimeoutError:
+        missing = [rank for rank in range(self._size) if not self._store.check([f"{_PREFIX}/{number}/raised/{rank}"])]
+        ranks, limit = ", ".join(map(str, missing)), timeout.total_seconds()
+        return RendezvousTimeoutError(f"it had waited {waited:.1f} s of {limit:.1f} s for rank {ranks} to end the stage")
+
+    def _delete_passed(self, number: int) -> None:
+        """Delete the keys of earlier stages. All ranks have left those, since they have come to the round of this one."""
+        for passed in self._passed:
+            if passed != number:
+                self._store.delete_key(f"{_PREFIX}/{passed}/raised/{self._rank}")
+                if self._rank == 0:
+                    self._store.delete_key(f"{_PREFIX}/{passed}/raised")
+                    self._store.delete_key(f"{_PREFIX}/{passed}/outcome")
+        self._passed = [number]
