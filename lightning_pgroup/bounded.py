@@ -5,15 +5,24 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-_hurry = threading.Event()
+_hurry = False
 _SLICE = 0.05
 
 
 class _Call:
-    """A function that runs once, on the thread that comes to it first, and what it has raised."""
+    """A function that runs once, on the thread that comes to it first, and what it has raised.
+
+    Its end is a flag and a lock, and no ``threading.Event``: a signal in the middle of that would leave the lock of the event
+    locked for ever.
+
+    Attributes:
+        done: Whether it has ended.
+    """
 
     def __init__(self, function: Callable[[], None]) -> None:
-        self.done = threading.Event()
+        self.done = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
         self._function = function
         self._claimed = threading.Lock()
         self._problem: list[BaseException] = []
@@ -28,6 +37,11 @@ class _Call:
             self._run()
         else:
             self._threads.append(thread)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for its end at most ``timeout`` seconds, or not even that; ask :attr:`done` afterwards."""
+        if not self.done:
+            self._gate.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
 
     def finish(self) -> None:
         """Leave no thread of it behind, once it is done, and raise what it has raised."""
@@ -44,7 +58,8 @@ class _Call:
         except BaseException as error:
             self._problem.append(error)
         finally:
-            self.done.set()
+            self.done = True
+            self._gate.release()
 
 
 def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, impatient: bool = False) -> bool:
@@ -65,17 +80,13 @@ def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, 
     """
     call = _Call(function)
     call.start(name)
-    if not (_wait_impatiently(call.done, timeout) if impatient else call.done.wait(timeout.total_seconds())):
-        return False
-    call.finish()
-    return True
-
-
-def _wait_impatiently(done: threading.Event, timeout: timedelta) -> bool:
     deadline = time.monotonic() + timeout.total_seconds()
-    while not done.wait(max(0.0, min(_SLICE, deadline - time.monotonic()))):
-        if _hurry.is_set() or time.monotonic() >= deadline:
+    while not call.done:
+        left = deadline - time.monotonic()
+        if left <= 0 or (impatient and _hurry):
             return False
+        call.wait(min(_SLICE, left) if impatient else left)
+    call.finish()
     return True
 
 
@@ -92,19 +103,22 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
     Raises:
         BaseException: What a handler raised meanwhile, else what ``function`` raised.
     """
+    global _hurry
     if threading.current_thread() is not threading.main_thread():
         function()
         return
-    interrupts: list[BaseException] = []
-    call = _Call(function)
-    while not call.done.is_set():
+    interrupts: tuple[BaseException, ...] = ()
+    call, over = _Call(function), False
+    while not over:
         try:
             call.start(name)
-            call.done.wait()
+            while not call.done:
+                call.wait(_SLICE)
+            over = True
         except BaseException as interrupt:
-            interrupts.append(interrupt)
-            _hurry.set()
-    _hurry.clear()  # or a later destroy, with no interrupt of its own, would not be waited for
+            interrupts = (*interrupts, interrupt)  # no call, after which Python would look for the next signal
+            _hurry = True
+    _hurry = False  # or a later destroy, with no interrupt of its own, would not be waited for
     if interrupts:
         raise interrupts[0]
     call.finish()

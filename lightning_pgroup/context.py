@@ -24,7 +24,6 @@ from lightning_pgroup.claim import Claim, GroupRequest, Stage
 from lightning_pgroup.config import Duration, LifecycleConfig, check_backend, parse_config, parse_duration
 from lightning_pgroup.errors import PGroupError
 from lightning_pgroup.group_request import LIGHTNING_TIMEOUT
-from lightning_pgroup.lifecycle import Lifecycle
 from lightning_pgroup.lightning_private import default_backend_for_device
 from lightning_pgroup.policy import OnError, OnMismatch, Ownership
 from lightning_pgroup.process_state import ProcessState, process_state
@@ -60,7 +59,7 @@ def process_group(
     A block has a generation of its own, also where a strategy has kept a group between its stages, which then ends. Inside
     another block, or a stage of a strategy, it shares the group that is there, and leaves it to that; so it does with a group
     of other code. When its body raises, the other ranks are told, those that wait for this one wake up, and the exception gets
-    a note that names the first failure.
+    a note that names the first failure. A generator that is closed in the middle of its block ends it as its last line would.
 
     Args:
         backend: As for ``torch.distributed.init_process_group``. By default that of the device; without ``device_id`` gloo,
@@ -187,10 +186,9 @@ class ProcessGroupBlock(contextlib.ContextDecorator):
         Raises:
             PGroupError: The ranks did not come, do not agree, or there are not as many as asked for.
         """
-        state = process_state()
-        visit = _Visit(state.lifecycle, self._wish.request(state))
+        visit = _Visit(process_state(), self._wish)
         try:
-            visit.begin(self._wish.config)
+            visit.begin()
             self._open.append(visit)
             group = c10d.default_group()
             assert group is not None
@@ -202,9 +200,8 @@ class ProcessGroupBlock(contextlib.ContextDecorator):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """End the group, or leave it to whatever is around. Waits for no other rank."""
-        if isinstance(error, GeneratorExit):
-            visit = self._open.pop()
-            visit.end_when_possible(error)
+        if isinstance(error, GeneratorExit):  # no failure: its reader has had enough
+            self._open.pop().end_when_possible()
         else:
             run_shielded(lambda: self._leave(self._open[-1], error), "leave")
 
@@ -235,19 +232,18 @@ class ProcessGroupBlock(contextlib.ContextDecorator):
 class _Visit:
     """One time that a block was entered."""
 
-    def __init__(self, lifecycle: Lifecycle, request: GroupRequest) -> None:
-        self._lifecycle = lifecycle
-        self._request = request
+    def __init__(self, state: ProcessState, wish: _Wish) -> None:
+        self._state = state
+        self._lifecycle = state.lifecycle
+        self._wish = wish
         self._process = os.getpid()
+        self._request: GroupRequest | None = None
         self._stages: list[Stage] = []
         self._hook: Any = None
 
-    def begin(self, config: LifecycleConfig) -> None:
-        def enter() -> None:
-            claim = Claim(config)
-            self._stages.append(self._lifecycle.enter(claim, NAME, None, lambda: self._request, is_block=True))
-
-        run_shielded(enter, "enter")
+    def begin(self) -> None:
+        # Before all else: whatever happens from then on, the others can be told.
+        run_shielded(self._enter, "enter")
         self._lifecycle.acquire(self._stages[0])
         self._hook = register_module_module_registration_hook(self._notice)
 
@@ -255,9 +251,17 @@ class _Visit:
         if self._detach():
             self._lifecycle.leave(self._stages.pop(), error)
 
-    def end_when_possible(self, error: BaseException) -> None:
+    def end_when_possible(self, error: BaseException | None = None) -> None:
         if self._detach():
             self._lifecycle.leave_when_possible(self._stages.pop(), error)
+
+    def _enter(self) -> None:
+        self._stages.append(self._lifecycle.enter(Claim(self._wish.config), NAME, None, self._ask, is_block=True))
+
+    def _ask(self) -> GroupRequest:
+        if self._request is None:
+            self._request = self._wish.request(self._state)
+        return self._request
 
     def _detach(self) -> bool:
         if self._hook is not None:

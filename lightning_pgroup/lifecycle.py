@@ -127,23 +127,25 @@ class Lifecycle:
             PGroupError: The ranks did not come, do not agree, or there are not as many as the stage asks for.
             GroupLostError: The group ended in the middle of the stage.
         """
-        with self._exclusive():
-            alive = self.ownership() is not Ownership.NONE
-            if stage.acquired and alive:
-                return
-            if stage.acquired:
-                raise GroupLostError(
-                    f"The process group ended while {stage.name!r} was running, so that no collective of it can work any"
-                    " more. Do not destroy the group in the middle of a stage."
-                )
-            self._custody.notice_loss(stage.name)
-            request = stage.request()
-            if alive and self._is_shared():
-                self._acquisition.share_running(stage, request)
-            else:
-                self._acquisition.agree(stage, request)
-            stage.acquired = True
-            self._custody.use(stage)
+        self._turns.run(lambda: self._acquire(stage))
+
+    def _acquire(self, stage: Stage) -> None:
+        alive = self.ownership() is not Ownership.NONE
+        if stage.acquired and alive:
+            return
+        if stage.acquired:
+            raise GroupLostError(
+                f"The process group ended while {stage.name!r} was running, so that no collective of it can work any"
+                " more. Do not destroy the group in the middle of a stage."
+            )
+        self._custody.notice_loss(stage.name)
+        request = stage.request()
+        if alive and self._is_shared():
+            self._acquisition.share_running(stage, request)
+        else:
+            self._acquisition.agree(stage, request)
+        stage.acquired = True
+        self._custody.use(stage)
 
     def leave(self, stage: Stage, error: BaseException | None = None, *, tuner_exit: bool = False, hook: str = "") -> None:
         """End a stage, whose function returned or raised. Local; bounded by ``destroy_timeout``.
@@ -235,7 +237,7 @@ class Lifecycle:
         """
         self._turns.postpone(lambda: self._give_up(claim, Event.STRATEGY_COLLECTED))
 
-    def leave_when_possible(self, stage: Stage, error: BaseException) -> None:
+    def leave_when_possible(self, stage: Stage, error: BaseException | None) -> None:
         """The same as :meth:`leave` for a stage whose end the garbage collector may have brought, at any moment."""
         self._turns.postpone(lambda: self.leave(stage, error))
 

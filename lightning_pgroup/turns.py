@@ -28,14 +28,25 @@ class Turns:
             self._depth += 1
             counted = True
             yield
-            if self._depth == 1:
-                while self._postponed:
-                    self._postponed.popleft()()
+            self._catch_up()
         finally:
             if counted:
                 self._depth -= 1
             if locked:
                 self._lock.release()
+
+    def run(self, operation: Callable[[], None]) -> None:
+        """The same as :meth:`take` for an operation that signals may end, as it may take long.
+
+        Only a ``with`` on the lock itself leaves no moment for one between taking the lock and being sure to give it back.
+        """
+        with self._lock:
+            self._depth += 1
+            try:
+                operation()
+                self._catch_up()
+            finally:
+                self._depth -= 1
 
     def postpone(self, work: Callable[[], None]) -> None:
         """Do ``work`` now, or right after the operation that has the turn. Never waits for the turn.
@@ -50,3 +61,8 @@ class Turns:
                         pass
             finally:
                 self._lock.release()
+
+    def _catch_up(self) -> None:
+        if self._depth == 1:
+            while self._postponed:
+                self._postponed.popleft()()
