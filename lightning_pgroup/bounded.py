@@ -33,7 +33,9 @@ class _Call:
         thread = threading.Thread(target=self._run, name=f"lightning-pgroup-{name}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:
+        except RuntimeError as error:
+            if "thread" not in str(error):  # a signal in the middle of Python's own wait, hidden by what came of that
+                raise error.__context__ or error from None
             self._run()
         else:
             self._threads.append(thread)
@@ -104,13 +106,17 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
         BaseException: What a handler raised meanwhile, else what ``function`` raised.
     """
     global _hurry
-    if threading.current_thread() is not threading.main_thread():
-        function()
-        return
     interrupts: tuple[BaseException, ...] = ()
-    call, over = _Call(function), False
+    call: _Call | None = None
+    on_main_thread: bool | None = None
+    over = False
     while not over:
         try:
+            if on_main_thread is None:
+                on_main_thread = threading.current_thread() is threading.main_thread()
+            if not on_main_thread:
+                break
+            call = call or _Call(function)
             call.start(name)
             while not call.done:
                 call.wait(_SLICE)
@@ -118,6 +124,9 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
         except BaseException as interrupt:
             interrupts = (*interrupts, interrupt)  # no call, after which Python would look for the next signal
             _hurry = True
+    if call is None:
+        function()
+        return
     _hurry = False  # or a later destroy, with no interrupt of its own, would not be waited for
     if interrupts:
         raise interrupts[0]
