@@ -28,6 +28,7 @@ from lightning_pgroup.script_rank import find_place
 from tests.blocks import Lines, block, generation, rank_sum
 from tests.models import TinyData, TinyModel, make_trainer, whats
 from tests.ranks import free_port, open_descriptors, run_ranks
+from tests.scripts import TORCHRUN, run
 from tests.test_cluster_environments import by_hand, torchrun, variables
 
 NOWHERE = {"RANK": None, "WORLD_SIZE": None, "MASTER_ADDR": None, "MASTER_PORT": None}
@@ -429,3 +430,55 @@ def test_on_a_thread_of_the_users():
             return [*found, (generation(), rank_sum(rank))]
 
     assert run_ranks(job) == [[(1, 1.0), (2, 1.0), (3, 1.0)]] * 2
+
+
+SCRIPT = """
+rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
+def total():
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return int(tensor)
+
+for number in range(2):
+    with process_group(timeout=30):
+        inside = total()
+    try:
+        with process_group(timeout=30):
+            if rank == 1:
+                raise ValueError("boom")
+            total()
+            total()
+    except (RuntimeError, ValueError) as error:
+        note, = error.__notes__
+        assert "on rank 1 (pid" in note and "ValueError: boom" in note, note
+    strategy = PGroupDDPStrategy(destroy="on_teardown")
+    trainer = make_trainer(strategy)
+    trainer.fit(TinyModel(), datamodule=TinyData())
+    say(inside, *(f"{e.what}{e.generation}" for e in strategy.events), dist.is_initialized())
+"""
+
+
+@pytest.mark.scripts
+def test_blocks_failing_blocks_and_trainers_in_turn_under_torchrun(tmp_path):
+    done = run(SCRIPT, tmp_path, launcher=TORCHRUN)
+    assert done.code == 0, done.err
+    for rank in range(2):
+        assert done.said(rank) == [f"2 created{number} destroyed{number} False" for number in (3, 6)]
+
+
+@pytest.mark.scripts
+def test_blocks_and_trainers_in_turn_where_lightning_starts_the_ranks(tmp_path):
+    """Rank 0 is alone in a block before the first stage, as nobody has started the others yet; so is each of them."""
+    done = run(
+        """
+        sizes = []
+        for number in range(3):
+            with process_group(timeout=30):
+                sizes.append(dist.get_world_size())
+            make_trainer(PGroupDDPStrategy(destroy="on_teardown")).fit(TinyModel(), datamodule=TinyData())
+        say(*sizes)
+        """,
+        tmp_path,
+    )
+    assert done.code == 0, done.err
+    assert done.said() == ["0 1 2 2", "1 1 2 2"]
