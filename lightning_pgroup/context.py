@@ -177,7 +177,7 @@ class ProcessGroupBlock(contextlib.ContextDecorator):
     def __init__(self, wish: _Wish) -> None:
         self._wish = wish
         self._open: list[_Visit] = []
-        # An interrupt may come right before the end of a block, which is then never called.
+        # An interrupt may come between the last line of a block and the first of its end.
         weakref.finalize(self, _end_dropped, self._open).atexit = False
 
     def __enter__(self) -> ProcessGroup:
@@ -200,10 +200,17 @@ class ProcessGroupBlock(contextlib.ContextDecorator):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """End the group, or leave it to whatever is around. Waits for no other rank."""
-        if isinstance(error, GeneratorExit):  # no failure: its reader has had enough
-            self._open.pop().end_when_possible()
-        else:
-            run_shielded(lambda: self._leave(self._open[-1], error), "leave")
+        visit = self._open[-1]
+        try:
+            if isinstance(error, GeneratorExit):  # no failure: its reader has had enough
+                self._open.pop().end_when_possible()
+            else:
+                run_shielded(lambda: self._leave(visit, error), "leave")
+        except BaseException as interrupt:
+            caught = interrupt
+            if visit in self._open:  # it came before the end had begun
+                run_shielded(lambda: self._leave(visit, caught), "leave")
+            raise
 
     @override
     def __call__(self, func: _Function) -> _Function:

@@ -1,6 +1,5 @@
 """Blocks of `process_group` that do not end well: nobody waits, all know why, and the next block starts clean."""
 
-import contextlib
 import multiprocessing
 import os
 import random
@@ -26,18 +25,13 @@ from tests.test_interrupted_ends import Alarm, ring
 
 def attempt(context, body):
     """Run a body in a block and say how it ended, and when, on a clock that all ranks share."""
-    error: BaseException | None = None
+    kind, notes = None, []
     try:
         with context:
             body()
-    except BaseException as caught:
-        error = caught
-    return {
-        "kind": None if error is None else type(error).__name__,
-        "notes": list(getattr(error, "__notes__", [])),
-        "at": time.monotonic(),
-        "gone": not dist.is_initialized(),
-    }
+    except BaseException as error:
+        kind, notes = type(error).__name__, list(getattr(error, "__notes__", []))
+    return {"kind": kind, "notes": notes, "at": time.monotonic(), "gone": not dist.is_initialized()}
 
 
 def backward():
@@ -246,7 +240,7 @@ def test_an_interrupt_while_it_waits_for_the_others_to_come():
 
 @pytest.mark.parametrize("failing", [True, False], ids=["a failed block", "a good block"])
 def test_signals_at_any_moment_around_a_block(failing):
-    """A hundred, on one rank of two; the next block of both works, and nothing is left."""
+    """Sixty, on one rank of two; the next block of both works, and nothing is left."""
 
     def job(rank):
         chance, found, lifecycle = random.Random(failing), [], process_state().lifecycle
@@ -257,7 +251,7 @@ def test_signals_at_any_moment_around_a_block(failing):
             signal.setitimer(signal.ITIMER_REAL, delay)
             return stage
 
-        for _ in range(100):
+        for _ in range(60):
             who, delay = chance.randrange(2), chance.uniform(1e-6, 0.02)
 
             def body(who=who):
@@ -268,7 +262,7 @@ def test_signals_at_any_moment_around_a_block(failing):
             signal.signal(signal.SIGALRM, ring)
             try:
                 lifecycle.enter = enter_and_arm if rank == who else enter
-                ended = attempt(block(rank), body)
+                ended = attempt(block(rank), body)  # its block is dropped, if a signal came right before its end
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except Alarm:
                 ended = None
@@ -331,10 +325,10 @@ def test_a_generator_that_the_collector_closes_while_the_owner_is_at_work():
 
 def test_a_block_that_is_dropped_without_its_end():
     def job(rank):
-        with contextlib.suppress(AttributeError):
-            context = block(rank)
-            context.__enter__()
-            del context
+        context = block(rank)
+        context.__enter__()
+        rank_sum(rank)
+        del context
         gone = not dist.is_initialized()
         with block(rank):
             return gone, generation(), rank_sum(rank)
