@@ -40,7 +40,7 @@ def test_the_script_for_slurm(tmp_path):
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 
-@pytest.mark.parametrize("way", ["torchrun", "by hand", "alone"])
+@pytest.mark.parametrize("way", ["torchrun", "by hand"])
 def test_the_script_without_lightning(way, tmp_path):
     script, ranks = script_of("scripts", tmp_path), []
     if way == "by hand":
@@ -49,14 +49,14 @@ def test_the_script_without_lightning(way, tmp_path):
             for rank in range(2):
                 ranks.append(start_command(["env", *settings, f"RANK={rank}", sys.executable, script], tmp_path))
     else:
-        ranks.append(start_command([*(LAUNCHERS["torchrun"] if way == "torchrun" else [sys.executable]), script], tmp_path))
+        ranks.append(start_command([*LAUNCHERS["torchrun"], script], tmp_path))
     lines = []
     for done in [finish(rank, timeout=90) for rank in ranks]:
         assert done.code == 0, done.err
         lines += done.out.splitlines()
     found = [re.sub(r"loss \d+\.\d+$", "loss", line) for line in lines]
     want = ["learning rate 0.01: loss", "learning rate 0.1: loss", "learning rate 1e+30: the loss is not finite"]
-    assert sorted(found) == sorted(want * (1 if way == "alone" else 2))
+    assert sorted(found) == sorted(want * 2)
     assert len({line for line in lines if "0.01" in line}) == 1, "the ranks have the same loss"
 
 
