@@ -1,6 +1,7 @@
 """Who owns ``torch.distributed``'s process group, and when does it die? A strategy for Lightning that answers both."""
 
 from lightning_pgroup.__about__ import __version__
+from lightning_pgroup.context import process_group
 from lightning_pgroup.errors import (
     GarbledStoreError,
     GroupLostError,
@@ -37,6 +38,7 @@ __all__ = [
     "WorldSizeError",
     "__version__",
     "destroy_process_group",
+    "process_group",
 ]
 
 register_strategies()

@@ -94,7 +94,7 @@ class Acquisition:
         """Let a stage use the group in which another one, around it, is running; that one can not lose it.
 
         Raises:
-            WorldSizeError: The stage asks for another number of ranks.
+            WorldSizeError: The stage asks for another number of ranks, or to be another rank.
             GroupMismatchError: The group differs and ``on_mismatch="error"``.
         """
         if self._custody.ownership() is Ownership.FOREIGN:
@@ -106,6 +106,11 @@ class Acquisition:
             raise WorldSizeError(
                 f"{stage.name!r} asks for {request.signature.world_size} ranks inside a stage that runs with"
                 f" {living.world_size}. Give both the same number, or start it after that stage."
+            )
+        if living.rank != request.signature.rank:
+            raise WorldSizeError(
+                f"{stage.name!r} asks to be rank {request.signature.rank} inside a stage in which this process is rank"
+                f" {living.rank}."
             )
         differences = living.differences(request.signature)
         if differences and stage.claim.config.on_mismatch is OnMismatch.ERROR:
@@ -139,7 +144,9 @@ class Acquisition:
             old, new = living.signature, request.signature
             differences = old.differences(new)
             resized = (old.world_size, old.rank) != (new.world_size, new.rank)
-            if custody.is_next_trainer(stage.trainer) and custody.action(Event.NEXT_TRAINER) is Action.DESTROY:
+            if stage.is_block and stage.claim.config.on_mismatch is OnMismatch.RECREATE:
+                fresh = "a block begins, which makes a group of its own"
+            elif custody.is_next_trainer(stage.trainer) and custody.action(Event.NEXT_TRAINER) is Action.DESTROY:
                 fresh = reason(Event.NEXT_TRAINER)
         return Report(
             rank=request.place.rank,

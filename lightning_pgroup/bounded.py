@@ -5,16 +5,25 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-_hurry = threading.Event()
+_hurry = False
 _SLICE = 0.05
 _PAUSE = 0.01
 
 
 class _Call:
-    """A function that runs once, on the thread that comes to it first, and what it has raised."""
+    """A function that runs once, on the thread that comes to it first, and what it has raised.
+
+    Its end is a flag and a lock, and no ``threading.Event``: a signal in the middle of that would leave the lock of the event
+    locked for ever.
+
+    Attributes:
+        done: Whether it has ended.
+    """
 
     def __init__(self, function: Callable[[], None]) -> None:
-        self.done = threading.Event()
+        self.done = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
         self._function = function
         self._claimed = threading.Lock()
         self._problem: list[BaseException] = []
@@ -25,10 +34,17 @@ class _Call:
         thread = threading.Thread(target=self._run, name=f"lightning-pgroup-{name}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:
+        except RuntimeError as error:
+            if "thread" not in str(error):  # a signal in the middle of Python's own wait, hidden by what came of that
+                raise error.__context__ or error from None
             self._run()
         else:
             self._threads.append(thread)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for its end at most ``timeout`` seconds, or not even that; ask :attr:`done` afterwards."""
+        if not self.done:
+            self._gate.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
 
     def finish(self) -> None:
         """Leave no thread of it behind, once it is done, and raise what it has raised."""
@@ -45,7 +61,8 @@ class _Call:
         except BaseException as error:
             self._problem.append(error)
         finally:
-            self.done.set()
+            self.done = True
+            self._gate.release()
 
 
 def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, impatient: bool = False) -> bool:
@@ -66,8 +83,12 @@ def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, 
     """
     call = _Call(function)
     call.start(name)
-    if not (_wait_impatiently(call.done, timeout) if impatient else call.done.wait(timeout.total_seconds())):
-        return False
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not call.done:
+        left = deadline - time.monotonic()
+        if left <= 0 or (impatient and _hurry):
+            return False
+        call.wait(min(_SLICE, left) if impatient else left)
     call.finish()
     return True
 
@@ -80,19 +101,12 @@ def wait_until(condition: Callable[[], bool], timeout: timedelta) -> bool:
     Returns:
         Whether it holds.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline, pause = time.monotonic() + timeout.total_seconds(), threading.Event()
     while not (holds := condition()):
-        if time.monotonic() >= deadline or _hurry.wait(_PAUSE):
+        if _hurry or time.monotonic() >= deadline:
             break
+        pause.wait(_PAUSE)
     return holds
-
-
-def _wait_impatiently(done: threading.Event, timeout: timedelta) -> bool:
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not done.wait(max(0.0, min(_SLICE, deadline - time.monotonic()))):
-        if _hurry.is_set() or time.monotonic() >= deadline:
-            return False
-    return True
 
 
 def run_shielded(function: Callable[[], None], name: str) -> None:
@@ -108,19 +122,29 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
     Raises:
         BaseException: What a handler raised meanwhile, else what ``function`` raised.
     """
-    if threading.current_thread() is not threading.main_thread():
+    global _hurry
+    interrupts: tuple[BaseException, ...] = ()
+    call: _Call | None = None
+    on_main_thread: bool | None = None
+    over = False
+    while not over:
+        try:
+            if on_main_thread is None:
+                on_main_thread = threading.current_thread() is threading.main_thread()
+            if not on_main_thread:
+                break
+            call = call or _Call(function)
+            call.start(name)
+            while not call.done:
+                call.wait(_SLICE)
+            over = True
+        except BaseException as interrupt:
+            interrupts = (*interrupts, interrupt)  # no call, after which Python would look for the next signal
+            _hurry = True
+    if call is None:
         function()
         return
-    interrupts: list[BaseException] = []
-    call = _Call(function)
-    while not call.done.is_set():
-        try:
-            call.start(name)
-            call.done.wait()
-        except BaseException as interrupt:
-            interrupts.append(interrupt)
-            _hurry.set()
-    _hurry.clear()  # or a later destroy, with no interrupt of its own, would not be waited for
+    _hurry = False  # or a later destroy, with no interrupt of its own, would not be waited for
     if interrupts:
         raise interrupts[0]
     call.finish()

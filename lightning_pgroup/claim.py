@@ -62,13 +62,14 @@ class GroupRequest:
 
 @dataclass(eq=False, slots=True)
 class Stage:
-    """One running stage, or one collective that was called between stages.
+    """One running stage, one collective that was called between stages, or one ``process_group`` block of a script.
 
     Attributes:
         claim: Whose it is.
-        name: ``"fit"``, ``"validate"``, …, or the name of the collective.
-        trainer: The Trainer that runs it; ``None`` for a collective between stages.
+        name: ``"fit"``, ``"validate"``, …, or the name of the collective or of the block.
+        trainer: The Trainer that runs it; ``None`` for a collective between stages and for a block.
         request: Says which group it asks for; asked for only when that is needed.
+        is_block: Whether it is a block, which has a group of its own unless a stage is running around it.
         met: Whether it has come to the rendezvous of the ranks, or has stayed away from it for good.
         acquired: Whether it has got its group.
         groups: The named groups that its strategy knows: what they are, as a short text, by name.
@@ -82,6 +83,7 @@ class Stage:
     name: str
     trainer: "weakref.ref[object] | None"
     request: Callable[[], GroupRequest]
+    is_block: bool = False
     met: bool = False
     failure: str = ""
     acquired: bool = False

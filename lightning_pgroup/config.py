@@ -100,12 +100,13 @@ def parse_duration(argument: str, value: Duration) -> timedelta:
         raise ValueError(f"`{argument}` must be at most {timedelta.max.days} days, got {value!r}.") from None
 
 
-def check_backend(backend: str | None) -> None:
+def check_backend(backend: str | None, argument: str = "process_group_backend") -> None:
     """Refuse a backend that this build of torch does not have.
 
     Args:
         backend: A name such as ``"gloo"``, a mixed form such as ``"cpu:gloo,cuda:nccl"``, or ``None`` for the default of
             the device.
+        argument: The name of the argument, for messages.
 
     Raises:
         ValueError: At least one part is unknown or not built in; the message lists those that are there.
@@ -114,13 +115,13 @@ def check_backend(backend: str | None) -> None:
     if backend is None:
         return
     if not isinstance(backend, str):
-        raise TypeError(f"`process_group_backend` must be a string or None, got {backend!r}.")
+        raise TypeError(f"`{argument}` must be a string or None, got {backend!r}.")
     names = [part.rsplit(":", 1)[-1].strip() for part in backend.split(",")]
     missing = [name for name in names if not name or not dist.is_backend_available(name)]
     if missing:
         known = [n for n in dist.Backend.backend_list if n not in _NO_CHOICE and dist.is_backend_available(n)]
         raise ValueError(
-            f"`process_group_backend={backend!r}` names {', '.join(map(repr, missing))}, which this build of torch does"
+            f"`{argument}={backend!r}` names {', '.join(map(repr, missing))}, which this build of torch does"
             f" not have. It has: {', '.join(map(repr, known))}."
         )
 

@@ -30,15 +30,22 @@ class GlooInterface:
     """
 
     def __init__(self, nodes: int, main_address: str | None) -> None:
-        self._name = None if VARIABLE in os.environ else choose(nodes, main_address)
-        if self._name is not None:
-            os.environ[VARIABLE] = self._name
-            _set_by_us.append(self._name)
+        self._nodes, self._main_address = nodes, main_address
+        self._name: str | None = None
+
+    def use(self) -> None:
+        """Set the variable, until :meth:`restore`, which is to follow also when a signal ends this one in the middle."""
+        name = None if VARIABLE in os.environ else choose(self._nodes, self._main_address)
+        if name is not None:
+            self._name = name
+            os.environ[VARIABLE] = name
+            _set_by_us.append(name)
 
     def restore(self) -> None:
         """Take the variable away again, unless somebody has changed it. May be called again."""
         if self._name is not None:
-            _set_by_us.remove(self._name)
+            if self._name in _set_by_us:
+                _set_by_us.remove(self._name)
             if os.environ.get(VARIABLE) == self._name:
                 del os.environ[VARIABLE]
         self._name = None

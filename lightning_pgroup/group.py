@@ -195,7 +195,7 @@ def create_group(
         store: The part of the store that belongs to this generation alone.
         device_id: The device to bind it to; ``None`` on CPU.
         pg_options: Options of the backend.
-        interface: What gloo uses; restored with the end of the group, or at once if its creation fails.
+        interface: What gloo is to use; restored with the end of the group, or at once if its creation fails.
         run: Name of the run.
         attempt: How often the launcher has restarted the ranks, if it counts that.
 
@@ -207,8 +207,9 @@ def create_group(
     import torch.distributed.nn.functional  # noqa: F401
 
     hook = ExceptHookGuard()
-    c10d.name_groups_after(generation)
     try:
+        interface.use()
+        c10d.name_groups_after(generation)
         dist.init_process_group(
             signature.backend,
             store=store,

@@ -4,11 +4,9 @@ Knows nothing of Lightning. A strategy registers its stages (:meth:`Lifecycle.en
 group in between (:meth:`Lifecycle.acquire`); the table in :mod:`lightning_pgroup.policy` decides what ends when.
 """
 
-import contextlib
-import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 from torch.distributed import ProcessGroup
@@ -26,6 +24,7 @@ from lightning_pgroup.membership import Membership
 from lightning_pgroup.notices import Notices
 from lightning_pgroup.policy import DestroyPolicy, Event, OnError, Ownership, reason
 from lightning_pgroup.saves import is_saving
+from lightning_pgroup.turns import Turns
 
 RELEASE_TIMEOUT = timedelta(seconds=1)
 """How long the end of a process waits for the destructors of groups that it has aborted."""
@@ -49,9 +48,8 @@ class Lifecycle:
         self._custody = Custody(inherited)
         self._notices = Notices(self._custody, membership)
         self._acquisition = Acquisition(self._custody, membership, self._notices)
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._collected: deque[Claim] = deque()
+        self._turns = Turns()
+        self._exclusive = self._turns.take
         self._has_run = False
         self._stages: list[Stage] = []
         self._pending: list[tuple[Event, str]] = []
@@ -75,7 +73,23 @@ class Lifecycle:
         """Whose the default group of this process is right now."""
         return self._custody.ownership()
 
-    def enter(self, claim: Claim, name: str, trainer: object | None, request: Callable[[], GroupRequest]) -> Stage:
+    def surrounding_request(self) -> GroupRequest | None:
+        """What the innermost stage that has got the group asked for, with what that group is if it is ours; or ``None``."""
+        stage = next((one for one in reversed(self._stages) if one.acquired), None)
+        if stage is None:
+            return None
+        request, current = stage.request(), self._custody.current
+        return replace(request, signature=current.signature) if current is not None and current.is_alive() else request
+
+    def enter(
+        self,
+        claim: Claim,
+        name: str,
+        trainer: object | None,
+        request: Callable[[], GroupRequest],
+        *,
+        is_block: bool = False,
+    ) -> Stage:
         """Begin a stage. Local; waits for nothing but an end that an earlier stage left over (``destroy_timeout``).
 
         Raises:
@@ -86,10 +100,11 @@ class Lifecycle:
             self._finish_pending()
             if not self._stages:
                 self._custody.graveyard.clear()
-            stage = Stage(claim, name, None if trainer is None else weakref.ref(trainer), request)
+            stage = Stage(claim, name, None if trainer is None else weakref.ref(trainer), request, is_block)
             self._stages.append(stage)
             claim.running += 1
-            claim.is_rank = self._has_run = True
+            claim.is_rank = True
+            self._has_run = self._has_run or not is_block
             claim.failed = claim.pending = claim.terminated = False
             return stage
 
@@ -115,23 +130,25 @@ class Lifecycle:
             PGroupError: The ranks did not come, do not agree, or there are not as many as the stage asks for.
             GroupLostError: The group ended in the middle of the stage.
         """
-        with self._exclusive():
-            alive = self.ownership() is not Ownership.NONE
-            if stage.acquired and alive:
-                return
-            if stage.acquired:
-                raise GroupLostError(
-                    f"The process group ended while {stage.name!r} was running, so that no collective of it can work any"
-                    " more. Do not destroy the group in the middle of a stage."
-                )
-            self._custody.notice_loss(stage.name)
-            request = stage.request()
-            if alive and self._is_shared():
-                self._acquisition.share_running(stage, request)
-            else:
-                self._acquisition.agree(stage, request)
-            stage.acquired = True
-            self._custody.use(stage)
+        self._turns.run(lambda: self._acquire(stage))
+
+    def _acquire(self, stage: Stage) -> None:
+        alive = self.ownership() is not Ownership.NONE
+        if stage.acquired and alive:
+            return
+        if stage.acquired:
+            raise GroupLostError(
+                f"The process group ended while {stage.name!r} was running, so that no collective of it can work any"
+                " more. Do not destroy the group in the middle of a stage."
+            )
+        self._custody.notice_loss(stage.name)
+        request = stage.request()
+        if alive and self._is_shared():
+            self._acquisition.share_running(stage, request)
+        else:
+            self._acquisition.agree(stage, request)
+        stage.acquired = True
+        self._custody.use(stage)
 
     def stage_around(self, stage: Stage) -> Stage | None:
         """The stage that runs around another one, if any."""
@@ -161,7 +178,7 @@ class Lifecycle:
                 ``teardown`` hooks, and the stage ends with :meth:`finish`.
             hook: The hook in which it raised, as far as that is known.
         """
-        claim = stage.claim
+        claim, noun = stage.claim, "block" if stage.is_block else "stage"
         with self._exclusive():
             self._stages.remove(stage)
             claim.running -= 1
@@ -171,11 +188,12 @@ class Lifecycle:
             if tuner_exit:
                 self._end_later(stage, Event.STAGE_END)
             elif error is None:
-                why = "" if stage.trainer is not None else f"{reason(Event.STAGE_END)} (a collective between stages)"
+                between = "" if stage.trainer is not None else f"{reason(Event.STAGE_END)} (a collective between stages)"
+                why = "the block ended" if stage.is_block else between
                 self._custody.apply(Event.STAGE_END, stage=stage.name, in_use=nested, why=why)
             else:
                 claim.failed = claim.config.on_error is not OnError.KEEP
-                why = f"{Event.STAGE_ERROR.value} {describe(error)}"
+                why = f"the {noun} raised {describe(error)}"
                 # Who refuses a group, as all ranks do then, does not use it: it stays as it is.
                 refused = isinstance(error, GroupMismatchError) and not stage.acquired
                 try:
@@ -187,6 +205,8 @@ class Lifecycle:
                     self._end_later(stage, Event.ERROR_HANDLED)
             if not self._is_shared():
                 self._notices.leave_word(stage, error)
+            if stage.is_block:
+                self._custody.users.discard(claim)  # else a group that a strategy has lent it would be in use for ever
 
     def terminate(self, claim: Claim) -> None:
         """The process was asked to end by SIGTERM: tell the others and drop the group, so that nobody waits (F28).
@@ -238,19 +258,14 @@ class Lifecycle:
     def collected(self, claim: Claim) -> None:
         """A strategy was garbage-collected and gives up its claim. Local, bounded by ``destroy_timeout``.
 
-        Called by the garbage collector, at any moment and on any thread. If the owner is at work just then, it is done right
-        after that.
+        Called by the garbage collector, at any moment and on any thread.
         """
-        self._collected.append(claim)
-        if is_saving():
-            return  # the checkpoint may need the very group; who takes the lock next acts on it
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._depth == 0:
-                    with self._exclusive():
-                        pass
-            finally:
-                self._lock.release()
+        # While a checkpoint is written on this thread it may need the very group: who takes the next turn acts on it then.
+        self._turns.postpone(lambda: self._give_up(claim, Event.STRATEGY_COLLECTED), now=not is_saving())
+
+    def leave_when_possible(self, stage: Stage, error: BaseException | None) -> None:
+        """The same as :meth:`leave` for a stage whose end the garbage collector may have brought, at any moment."""
+        self._turns.postpone(lambda: self.leave(stage, error))
 
     def close(self, claim: Claim) -> None:
         """A strategy was closed and gives up its claim for good. Local, bounded by ``destroy_timeout``.
@@ -276,10 +291,9 @@ class Lifecycle:
             PGroupError: A stage is running, or the group belongs to other code.
         """
         if self._stages:
-            raise PGroupError(
-                f"{self._stages[-1].name!r} is running. Destroy the process group between stages, or use"
-                " `destroy='on_teardown'`."
-            )
+            innermost = self._stages[-1]
+            advice = "it ends with that block" if innermost.is_block else "or use `destroy='on_teardown'`"
+            raise PGroupError(f"{innermost.name!r} is running. Destroy the process group between stages, {advice}.")
         with self._exclusive():
             if self.ownership() is Ownership.FOREIGN:
                 if not foreign:
@@ -345,25 +359,3 @@ class Lifecycle:
         if claim in self._custody.users:
             self._custody.users.discard(claim)
             self._custody.apply(event, in_use=bool(self._custody.users) or self._is_shared(), by=claim)
-
-    @contextlib.contextmanager
-    def _exclusive(self, timeout: timedelta | None = None) -> Iterator[None]:
-        """One operation at a time; claims that the garbage collector gave up meanwhile follow at its end.
-
-        Args:
-            timeout: Go on without the lock after this long, because the process ends.
-        """
-        locked = counted = False
-        try:
-            locked = self._lock.acquire(timeout=-1 if timeout is None else timeout.total_seconds())
-            self._depth += 1
-            counted = True
-            yield
-            if self._depth == 1:
-                while self._collected:
-                    self._give_up(self._collected.popleft(), Event.STRATEGY_COLLECTED)
-        finally:
-            if counted:
-                self._depth -= 1
-            if locked:
-                self._lock.release()

@@ -142,6 +142,11 @@ class Membership:
                 " of the script, let all ranks run the same stages and collectives."
             )
 
+    @property
+    def invited_team(self) -> Team | None:
+        """The team of the run that this process was started for, or has started, once a stage of it has met the others."""
+        return None if self.invitation is None else self._teams.get(self.invitation)
+
     def is_known(self, place: Place) -> bool:
         """Whether the team of ``place`` can be reached without a new rendezvous with processes that may not exist."""
         if place.init_method is None:

@@ -231,7 +231,7 @@ class Rounds:
         else:
             outcome = self._publish(key, {"answer": answer([one["said"] for one in spoken])})
         if "answer" in outcome:
-            self._delete_passed()
+            self._delete_before(number)
         return outcome
 
     def _publish(self, key: str, outcome: Outcome) -> Outcome:
@@ -244,11 +244,12 @@ class Rounds:
             return outcome
         raise payload.garbled(key, "how a round of the ranks ended", value)
 
-    def _delete_passed(self) -> None:
-        # All ranks are in this round, so none will read a key of an earlier one again.
-        for number in self._passed:
-            self._store.delete_key(f"round/{number}/arrived")
-            self._store.delete_key(f"round/{number}/outcome")
+    def _delete_before(self, number: int) -> None:
+        # All ranks are in this round, so none will read a key of an earlier one again; but of this one, also where this rank
+        # has just been interrupted in it and counts it as passed.
+        for passed in [one for one in self._passed if one < number]:
+            self._store.delete_key(f"round/{passed}/arrived")
+            self._store.delete_key(f"round/{passed}/outcome")
 
     def _wait(self, key: str, deadline: float) -> None:
         """Wait for ``key``, a little beyond ``deadline``: this rank gives up first, and then sets the key itself."""

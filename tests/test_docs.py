@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.ranks import free_port
 from tests.scripts import LAUNCHERS, ROOT, finish, start_command
 from tests.test_cluster_environments import free_job, slurm
 
@@ -46,6 +47,26 @@ def test_the_script_that_saves_in_the_background(tmp_path):
     assert not re.search(r"process group|still being written", done.err)
     for epoch in range(2):
         assert (tmp_path / "sharded" / str(epoch) / ".metadata").exists()
+
+
+@pytest.mark.parametrize("way", ["torchrun", "by hand"])
+def test_the_script_without_lightning(way, tmp_path):
+    script, ranks = script_of("scripts", tmp_path), []
+    if way == "by hand":
+        with free_port() as port:
+            settings = ["MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}", "WORLD_SIZE=2"]
+            for rank in range(2):
+                ranks.append(start_command(["env", *settings, f"RANK={rank}", sys.executable, script], tmp_path))
+    else:
+        ranks.append(start_command([*LAUNCHERS["torchrun"], script], tmp_path))
+    lines = []
+    for done in [finish(rank, timeout=90) for rank in ranks]:
+        assert done.code == 0, done.err
+        lines += done.out.splitlines()
+    found = [re.sub(r"loss \d+\.\d+$", "loss", line) for line in lines]
+    want = ["learning rate 0.01: loss", "learning rate 0.1: loss", "learning rate 1e+30: the loss is not finite"]
+    assert sorted(found) == sorted(want * 2)
+    assert len({line for line in lines if "0.01" in line}) == 1, "the ranks have the same loss"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)

@@ -41,6 +41,7 @@ def test_several_nodes_take_the_way_to_the_main_address():
 def test_the_environment_is_restored(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     chosen = GlooInterface(1, None)
+    chosen.use()
     assert os.environ[VARIABLE] == "lo"
     with hidden():
         assert VARIABLE not in os.environ
@@ -54,12 +55,14 @@ def test_the_environment_is_restored(monkeypatch):
 def test_the_users_own_choice_stands(monkeypatch):
     monkeypatch.setenv(VARIABLE, "eth7")
     chosen = GlooInterface(1, None)
+    chosen.use()
     with hidden():
         assert os.environ[VARIABLE] == "eth7"
     chosen.restore()
     assert os.environ[VARIABLE] == "eth7"
     monkeypatch.delenv(VARIABLE)
     chosen = GlooInterface(1, None)
+    chosen.use()
     monkeypatch.setenv(VARIABLE, "eth8")  # changed while a group of ours lives
     chosen.restore()
     assert os.environ[VARIABLE] == "eth8"

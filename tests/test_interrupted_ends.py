@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 import threading
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from lightning_pgroup import PGroupDDPStrategy
+from lightning_pgroup import PGroupDDPStrategy, bounded, group, process_group
 from lightning_pgroup.bounded import run_bounded, run_shielded
 from lightning_pgroup.gloo_interface import VARIABLE
 from tests.faults import PATIENCE, Boom, attempt, fit, same, weights_of_a_fresh_process
@@ -66,6 +67,50 @@ def test_an_interrupt_hurries_the_call_that_it_came_in_and_no_later_one():
         "test",
     )
     assert ended == [False, True]
+
+
+def test_a_signal_after_any_call_of_a_shielded_call_leaves_no_lock_locked():
+    """Python looks for signals after each call of a function in C: the profiler raises there, one place after the other."""
+
+    def interrupted_at(place, work):
+        events = 0
+
+        def profile(frame, event, argument):
+            nonlocal events
+            if event == "c_return" and frame.f_code.co_filename in (bounded.__file__, threading.__file__):
+                events += 1
+                if events > place:
+                    sys.setprofile(None)
+                    raise Alarm
+
+        sys.setprofile(profile)
+        try:
+            run_shielded(work, "test")
+        except Alarm:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    def job(rank):
+        place, interrupted = -1, True
+        while interrupted:
+            place, ended = place + 1, threading.Semaphore(0)
+            interrupted = interrupted_at(place, ended.release)
+            assert ended.acquire(timeout=5), place
+            assert not ended.acquire(blocking=False), place
+            run_shielded(lambda: None, "test")
+        return place
+
+    assert run_ranks(job, 1, deadline=30, check_leaks=False)[0] > 15
+
+
+def test_a_signal_right_before_the_creation_of_a_group_leaves_no_variable_behind(monkeypatch):
+    monkeypatch.setattr(group.c10d, "name_groups_after", ring)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(Alarm), process_group(rank=0, world_size=1):
+        raise AssertionError("the block was entered")
+    assert VARIABLE not in os.environ
 
 
 @pytest.mark.parametrize("failing", [True, False], ids=["a failed stage", "a good stage"])

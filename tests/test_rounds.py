@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -292,3 +294,48 @@ def test_the_place_is_part_of_what_is_said():
         RendezvousTimeoutError, match="for the other ranks to start 'fit' at tcp://node7:4711, but 1 did not come"
     ):
         rounds.run({"stage": "fit"}, everything, SHORT)
+
+
+class Alarm(Exception):
+    """What the handler of a signal raises in the middle of a wait."""
+
+
+def test_an_interrupt_while_this_rank_answers_does_not_take_the_answer_back():
+    """It counts the round as passed while its thread is still in it, and must not delete what the others are to read."""
+    given_up, answered = threading.Event(), threading.Event()
+
+    class Slow(HashStore):
+        def compare_set(self, key, expected, value):
+            if "abandoned" in value:
+                given_up.set()
+                assert answered.wait(10)
+            return super().compare_set(key, expected, value)
+
+    class Watched(Rounds):
+        def _close(self, *args):
+            try:
+                return super()._close(*args)
+            finally:
+                answered.set()
+
+    def answer(said):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert given_up.wait(10)
+        return everything(said)
+
+    def ring(*args):
+        raise Alarm
+
+    store = Slow()
+    other, this = Rounds(store, 0, 2), Watched(store, 1, 2)
+    before = signal.signal(signal.SIGUSR2, ring)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(other.run, {"stage": "fit"}, everything, LONG)
+            while not store.check(["round/1/arrived"]):
+                threading.Event().wait(0.01)
+            with pytest.raises(Alarm):
+                this.run({"stage": "fit"}, answer, LONG)
+            assert this.settle("an alarm") == waiting.result(10) == json.dumps(["fit", "fit"])
+    finally:
+        signal.signal(signal.SIGUSR2, before)
