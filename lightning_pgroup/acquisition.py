@@ -180,6 +180,7 @@ class Acquisition:
         custody.highest = generation  # whatever becomes of it: its keys must not be met again
         try:
             custody.end(decision.why, stage=stage.name, by=stage.claim)
+            custody.graveyard.cut_connections()
             start, clock = time.time(), time.perf_counter()
             team.delete_before(generation)
             group = create_group(

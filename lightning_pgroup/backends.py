@@ -5,6 +5,10 @@ A third party adds its own with :func:`register_backend_transport`. One that is 
 
 from collections.abc import Iterable, Sequence
 
+import torch
+from torch.distributed import ProcessGroup
+
+from lightning_pgroup import c10d
 from lightning_pgroup.exceptions import text_of
 from lightning_pgroup.sockets import shut_down_connections
 
@@ -26,6 +30,12 @@ class BackendTransport:
         """Whether ``error`` says that another rank has gone, so that the cause is to be looked for there."""
         return False
 
+    def settle(self, group: ProcessGroup) -> None:
+        """Return once no member is in the creation of ``group`` any more, if the end of a group could disturb one that is.
+
+        Called by all members when they have made it; bounded by the group's timeout.
+        """
+
     def cut(self, addresses: Sequence[bytes]) -> None:
         """Cut all connections of this process's groups. Called on a failing rank, before ``abort()``; must not wait.
 
@@ -43,6 +53,11 @@ class GlooTransport(BackendTransport):
     def blames_a_peer(self, error: BaseException) -> bool:
         """Whether it comes from gloo, whose own errors are all about connections."""
         return isinstance(error, RuntimeError) and any(word in text_of(error) for word in _GLOO_ERRORS)
+
+    def settle(self, group: ProcessGroup) -> None:
+        """One collective: a member that still connects would fail if another one ended the group by then."""
+        if group.size() > 1 and c10d.serves_cpu(group):
+            group.allreduce([torch.zeros(1)]).wait()
 
     def cut(self, addresses: Sequence[bytes]) -> None:
         """Shut down the sockets: the peers wake up within milliseconds."""

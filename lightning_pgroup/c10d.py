@@ -122,6 +122,8 @@ def new_local_group(label: str, ranks: Sequence[int], *, backend: str | None, ti
 @contextlib.contextmanager
 def _named(label: str) -> Iterator[None]:
     global _label
+    world = distributed_c10d._world
+    default, count = world.default_pg, world.group_count
     is_ours = getattr(distributed_c10d, _LOCAL_NAME) is _local_name
     _label = label
     setattr(distributed_c10d, _LOCAL_NAME, _local_name)
@@ -129,6 +131,9 @@ def _named(label: str) -> Iterator[None]:
         yield
     finally:
         _label = ""
+        if world.default_pg is default:  # and was not ended by the handler of a signal
+            # A torch after 2.13 counts here too, but only on the members: the names of groups to come would differ.
+            world.group_count = count
         if not is_ours:
             restore_local_names()
 
@@ -206,9 +211,9 @@ def is_alive_mesh(mesh: DeviceMesh) -> bool:
     return group_names().issuperset(names)
 
 
-def group_names() -> frozenset[str]:
-    """The names of all groups of this process."""
-    return frozenset(distributed_c10d._world.pg_names.values())
+def group_names(which: Callable[[ProcessGroup], bool] = lambda group: True) -> frozenset[str]:
+    """The names of the groups of this process, or of some of them."""
+    return frozenset(name for group, name in distributed_c10d._world.pg_names.items() if which(group))
 
 
 def backends_in_use() -> frozenset[str]:
@@ -272,6 +277,22 @@ def _nccl(group: ProcessGroup) -> Any:
     except RuntimeError:
         return None
     return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
+
+
+def was_used(group: ProcessGroup) -> bool:
+    """Whether a collective has begun in ``group`` on this rank. ``False`` where its backend does not count them."""
+    try:
+        return bool(group._get_sequence_number_for_group() > 0)  # type: ignore[attr-defined]  # torch's stubs lack it
+    except RuntimeError:
+        return False
+
+
+def serves_cpu(group: ProcessGroup) -> bool:
+    """Whether ``group`` has a backend for tensors in main memory."""
+    try:
+        return group._get_backend(torch.device("cpu")) is not None
+    except RuntimeError:
+        return False
 
 
 def finish_hooks(group: ProcessGroup) -> None:

@@ -143,7 +143,8 @@ class Custody:
             )
 
         def end() -> None:
-            end_sub_group(group, timeout)
+            backends = c10d.backends_of(group)
+            self.graveyard.leave_connections(backends, end_sub_group(group, timeout))
             if self.current is not None:
                 self.current.let_go_of(group)
             self.graveyard.bury([group], wrappers)

@@ -13,29 +13,42 @@ logger = logging.getLogger(__name__)
 
 def end_foreign(timeout: timedelta) -> None:
     """End the default group of other code and all its sub-groups. Not collective; waits at most ``timeout``, then aborts."""
-    backends, addresses = c10d.backends_in_use(), _addresses(c10d.all_groups())
-    _end(c10d.take_all_groups(), backends, addresses, timeout, "the process group")
+    groups, backends = c10d.all_groups(), c10d.backends_in_use()
+    addresses, used = _addresses(groups), _addresses(filter(c10d.was_used, groups))
+    groups.clear()
+    _end(c10d.take_all_groups(), backends, addresses, used, timeout, "the process group")
 
 
-def end_sub_group(group: ProcessGroup, timeout: timedelta) -> None:
+def end_sub_group(group: ProcessGroup, timeout: timedelta) -> tuple[bytes, ...]:
     """End one sub-group, and leave all others alone. Not collective; waits at most ``timeout``, then aborts.
 
     Args:
         group: One that torch knows.
         timeout: How long an orderly destroy may take.
+
+    Returns:
+        The addresses of connections that were left open, because another member may still be at making them.
     """
     backends, addresses = c10d.backends_of(group), _addresses([group])
+    used = addresses if c10d.was_used(group) else ()
     c10d.take_group(group)
-    _end([group], backends, addresses, timeout, "a sub-group")
+    _end([group], backends, addresses, used, timeout, "a sub-group")
+    return () if used else addresses
 
 
-def _addresses(groups: list[ProcessGroup]) -> tuple[bytes, ...]:
+def _addresses(groups: Iterable[ProcessGroup]) -> tuple[bytes, ...]:
     return transport.read_addresses([c10d.own_address_keys(group) for group in groups if group.size() > 1])
 
 
 def _end(
-    groups: list[ProcessGroup], backends: Iterable[str], addresses: tuple[bytes, ...], timeout: timedelta, what: str
+    groups: list[ProcessGroup],
+    backends: Iterable[str],
+    addresses: tuple[bytes, ...],
+    used: tuple[bytes, ...],
+    timeout: timedelta,
+    what: str,
 ) -> None:
+    """End groups that were taken out of torch's bookkeeping; whoever still holds one can not talk over ``used`` any more."""
     try:
         problem = (
             "" if transport.shut_down(groups, timeout, release=False) else f"it took more than {timeout.total_seconds():g} s"
@@ -46,4 +59,4 @@ def _end(
         logger.warning("%s was aborted instead of destroyed: %s", what, problem)
         transport.abort(groups, backends, addresses)
     else:
-        transport.cut(backends, addresses)  # whoever still holds one must not go on talking over its connections
+        transport.cut(backends, used)

@@ -15,6 +15,8 @@ from datetime import timedelta
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_pgroup import transport
+
 Wrapper = weakref.ref[DistributedDataParallel]
 
 _HOLDERS = ("reducer", "logger")
@@ -27,6 +29,7 @@ class Graveyard:
     def __init__(self) -> None:
         self._graves: list[tuple[list[ProcessGroup], list[Wrapper]]] = []
         self._releasing: list[threading.Thread] = []
+        self._connections: list[tuple[frozenset[str], tuple[bytes, ...]]] = []
 
     def bury(self, groups: list[ProcessGroup], wrappers: Iterable[Wrapper]) -> None:
         """Take ended groups over from the caller, whose list is empty afterwards. Never waits."""
@@ -46,6 +49,16 @@ class Graveyard:
         for groups, wrappers in graves:
             detach(wrappers)
             self._release(groups)
+
+    def leave_connections(self, backends: Iterable[str], addresses: tuple[bytes, ...]) -> None:
+        """Take over connections that must not be cut yet, since another rank may still be at making them."""
+        if addresses:
+            self._connections.append((frozenset(backends), addresses))
+
+    def cut_connections(self) -> None:
+        """Cut them. To be called when all ranks have met again, and have no living group. Never waits."""
+        while self._connections:
+            transport.cut(*self._connections.pop())
 
     def finish(self, timeout: timedelta) -> None:
         """Wait, at most ``timeout``, for the destructors: the interpreter must not end in the middle of one."""

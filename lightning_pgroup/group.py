@@ -86,13 +86,14 @@ class OwnedGroup:
         Returns:
             Why it did not end in good order; empty if it did.
         """
-        backends, addresses = c10d.backends_in_use(), self._seen_addresses()
+        backends, addresses, used = c10d.backends_in_use(), self._seen_addresses(), self._used_addresses()
         groups = self._take()
         problem = "it was interrupted"
         try:
             if transport.shut_down(groups, timeout, release=not self._wrappers):
                 problem = ""
-                transport.cut(backends, addresses)
+                transport.cut(backends, used)
+                graveyard.leave_connections(backends, tuple(one for one in addresses if one not in used))
             else:
                 problem = f"the orderly shutdown did not end within `destroy_timeout` of {timeout.total_seconds():g} s"
         except Exception as error:
@@ -139,6 +140,13 @@ class OwnedGroup:
     def _seen_addresses(self) -> tuple[bytes, ...]:
         """The addresses of this generation that this rank knows without asking the store."""
         return self._store.addresses if isinstance(self._store, WatchedStore) else self._addresses
+
+    def _used_addresses(self) -> tuple[bytes, ...]:
+        """Of these, those of groups in which there was a collective, so that all their members have made them."""
+        if not isinstance(self._store, WatchedStore):
+            return self._addresses
+        names = c10d.group_names(c10d.was_used) if self.is_alive() else frozenset()
+        return self._store.addresses_of(names)
 
     def _all_addresses(self) -> tuple[bytes, ...]:
         """All addresses of this generation, sub-groups of others included; what is known of them if the store is gone."""
@@ -211,6 +219,7 @@ def create_group(
         owned = OwnedGroup(generation, signature, run, attempt, weakref.ref(group), hook, interface, _store=store)
         if signature.world_size > 1 and not isinstance(store, WatchedStore):
             owned._addresses = tuple(one for keys in c10d.address_keys([group]) for one in transport.values(store, keys))
+        transport.settle(group, [signature.backend])
         return owned
     except BaseException:
         hook.created()

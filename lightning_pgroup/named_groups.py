@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
-from lightning_pgroup import c10d, lineage, records
+from lightning_pgroup import c10d, lineage, records, transport
 from lightning_pgroup.errors import NoGroupError, NotInGroupError
 from lightning_pgroup.group_definitions import GroupDefinition
 from lightning_pgroup.lifecycle import Lifecycle
@@ -97,6 +97,7 @@ class NamedGroups:
         group = c10d.new_local_group(definition.name, ranks, backend=definition.backend, timeout=definition.timeout)
         lineage.remember(group, definition.name)
         self._lifecycle.watch(group)
+        transport.settle(group, c10d.backends_of(group))
         self._made[definition] = weakref.ref(group)
         where = "a group of other code" if self._lifecycle.generation is None else f"generation {self._lifecycle.generation}"
         records.logger.debug("[rank %d] made the group %r of the ranks %s in %s", rank, definition.name, list(ranks), where)

@@ -76,6 +76,16 @@ def shut_down(groups: list[ProcessGroup], timeout: timedelta, *, release: bool) 
     return run_bounded(run, timeout, "shutdown", impatient=True)
 
 
+def settle(group: ProcessGroup, backends: Iterable[str]) -> None:
+    """Return once no member is in the creation of ``group`` any more. Collective, bounded by the group's timeout.
+
+    Raises:
+        Exception: What the backend raised; another rank has failed, most likely.
+    """
+    for transport in transports(backends):
+        transport.settle(group)
+
+
 def cut(backends: Iterable[str], addresses: Sequence[bytes]) -> None:
     """Cut the connections of all groups, and leave the groups themselves as they are. Not collective; waits for nobody.
 

@@ -59,6 +59,10 @@ class WatchedStore(Store):
         """What all groups of this generation on this rank, sub-groups of other code too, told and heard of addresses (F30)."""
         return tuple(self._addresses.values())
 
+    def addresses_of(self, groups: Collection[str]) -> tuple[bytes, ...]:
+        """The addresses of some groups, by their names in torch."""
+        return tuple(value for key, value in self._addresses.items() if _group_of(key) in groups)
+
     def take_leave(self, finished: Collection[str], timeout: timedelta) -> None:
         """Free the ranks that wait for this one in a creation that it will not finish. Never raises.
 

@@ -7,7 +7,7 @@ from torch.distributed import HashStore, distributed_c10d
 from lightning_pgroup import c10d
 
 KNOWN = {*c10d.BOOKKEEPING, "comms", "default_pg", "group_count", "pg_config_info"}
-NAMES = ("_world", "_get_default_group", "_update_default_pg", "_unregister_all_process_groups")
+NAMES = ("_world", "_get_default_group", "_update_default_pg", "_unregister_all_process_groups", "_hash_ranks_to_str")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,3 +59,18 @@ def test_names_belong_to_a_generation():
     finally:
         c10d.reset_names()
     assert names == {str(3 << 20), str((3 << 20) + 1)}
+
+
+def test_the_default_group_is_the_last_whatever_the_others_are_called():
+    c10d.name_groups_after(9)
+    c10d.restore_local_names()
+    try:
+        hook = __import__("sys").excepthook
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        __import__("sys").excepthook = hook
+        default, local = dist.group.WORLD, dist.new_group([0], use_local_synchronization=True)
+        assert local.group_name < default.group_name, "torch hashes otherwise by now: find ranks with a lower hash"
+        assert c10d.all_groups() == [local, default]
+    finally:
+        for group in c10d.take_all_groups():
+            group.shutdown()

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pgroup import PGroupDDPStrategy, c10d, destroy_process_group, lineage, transport
+from lightning_pgroup.process_state import process_state
 from tests.models import TinyData, TinyModel, make_trainer
 from tests.ranks import run_ranks
 
@@ -28,6 +29,8 @@ class Keeps(Callback):
             "torch's": dist.new_group(everyone),
             "torch's, local": dist.new_group(everyone, use_local_synchronization=True),
         }
+        for group in self.groups.values():
+            dist.all_reduce(torch.ones(1), group=group)
         self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         self.wrapper = DistributedDataParallel(torch.nn.Linear(4, 1))
         self.lightnings = trainer.strategy.model
@@ -122,6 +125,8 @@ def test_f31_a_foreign_group_that_we_end_fails_loudly():
     def job(rank):
         dist.init_process_group("gloo", rank=rank, world_size=2)
         default, sub = dist.group.WORLD, dist.new_group([0, 1])
+        for group in (default, sub):
+            dist.all_reduce(torch.ones(1), group=group)
         destroy_process_group(foreign=True)
         sys.excepthook = sys.__excepthook__
         return [heard(lambda group=group: dist.all_reduce(torch.ones(1), group=group)) for group in (default, sub)]
@@ -152,6 +157,41 @@ def test_f36_what_a_rank_has_sent_arrives_although_it_ends_its_group():
     assert run_ranks(job) == [[True] * 20] * 2
 
 
+def test_a_group_may_end_as_soon_as_a_rank_has_it():
+    """While others may still connect, and without any use of it; something holds it: ours then fail loudly at once.
+
+    A group of the user's own does so when all ranks have met again: until then nobody knows whether all members have it.
+    """
+
+    def works(group):
+        return not heard(lambda: group.allreduce([torch.ones(1)]).wait())
+
+    def job(rank):
+        strategy = PGroupDDPStrategy(destroy="on_teardown", groups={"all": [0, 1, 2, 3]}, timeout=20)
+        make_trainer(strategy, devices=4)
+        lifecycle, ours, users = process_state().lifecycle, [], []
+        for number in range(100):
+            stage = lifecycle.enter(strategy.claim(), "nothing", None, strategy.request)
+            lifecycle.acquire(stage)
+            default = dist.group.WORLD
+            if number % 5 == 0:
+                named = strategy.group("all")
+                strategy.destroy_group("all")
+                ours.append(works(named))
+            if number % 5 > 1:
+                users.append(dist.new_group([0, 1, 2, 3]))
+            lifecycle.leave(stage)
+            if number % 5 == 1:
+                ours.append(works(default))
+        stage = lifecycle.enter(strategy.claim(), "nothing", None, strategy.request)
+        lifecycle.acquire(stage)
+        users = [works(group) for group in users]
+        lifecycle.leave(stage)
+        return ours, users
+
+    assert run_ranks(job, size=4, deadline=60) == [([False] * 40, [False] * 60)] * 4
+
+
 def test_f31_the_fault_itself():
     """Without the cut the old sockets go on working; torch finds the name of an old local group again."""
 
@@ -167,7 +207,9 @@ def test_f31_the_fault_itself():
 
         class Ends(Callback):
             def on_train_start(self, trainer, pl_module):
-                found.append(end(dist.new_group([0, 1])))
+                group = dist.new_group([0, 1])
+                dist.all_reduce(torch.ones(1), group=group)
+                found.append(end(group))
                 dist.barrier()
 
         make_trainer(PGroupDDPStrategy(), callbacks=[Ends()]).fit(TinyModel(), datamodule=TinyData())
@@ -251,7 +293,9 @@ def test_a_group_that_is_bound_to_a_device_is_not_split():
         distributed_c10d._get_split_source = refuse
         with pytest.raises(AssertionError, match="split"):
             dist.new_group([0], use_local_synchronization=True)
+        count = distributed_c10d._world.group_count
         group = c10d.new_local_group("one", [0], backend=None, timeout=None)
+        assert distributed_c10d._world.group_count == count, "only the members have counted"
         assert group.bound_device_id == default.bound_device_id == device
         assert group.group_desc == "one"
         destroy_process_group(foreign=True)
