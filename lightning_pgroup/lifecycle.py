@@ -24,7 +24,7 @@ from lightning_pgroup.exceptions import describe
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.notices import Notices
 from lightning_pgroup.policy import Event, OnError, Ownership, reason
-from lightning_pgroup.saves import is_saving
+from lightning_pgroup.saves import is_saving, watch_saves
 
 RELEASE_TIMEOUT = timedelta(seconds=1)
 """How long the end of a process waits for the destructors of groups that it has aborted."""
@@ -82,6 +82,7 @@ class Lifecycle:
         """
         with self._exclusive():
             self.check_open(claim, name)
+            watch_saves()
             self._finish_pending()
             if not self._stages:
                 self._custody.graveyard.clear()
