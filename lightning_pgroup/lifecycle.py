@@ -23,7 +23,7 @@ from lightning_pgroup.exceptions import describe
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.notices import Notices
 from lightning_pgroup.policy import DestroyPolicy, Event, OnError, Ownership, reason
-from lightning_pgroup.saves import is_saving
+from lightning_pgroup.saves import is_saving, watch_saves
 from lightning_pgroup.turns import Turns
 
 RELEASE_TIMEOUT = timedelta(seconds=1)
@@ -97,6 +97,7 @@ class Lifecycle:
         """
         with self._exclusive():
             self.check_open(claim, name)
+            watch_saves()
             self._finish_pending()
             if not self._stages:
                 self._custody.graveyard.clear()

@@ -1,32 +1,42 @@
-"""Checkpoints that other threads of this process are still writing: the group must not end before they have it all.
+"""Checkpoints that are being written in the background: the group must not end before they have it all.
 
-Nothing lists them. The future of ``torch.distributed.checkpoint.async_save`` belongs to its caller, and Lightning's
-``AsyncCheckpointIO`` keeps its queue to itself. But whoever writes one has a function of these modules on its stack, in each
-version of torch, with a thread and with a process that does the writing, and in threads of the user's own.
+Nothing lists them: the future of ``torch.distributed.checkpoint.async_save`` belongs to its caller, and Lightning's
+``AsyncCheckpointIO`` keeps its queue to itself. So what starts them is wrapped, once it is imported, and their futures are kept
+here until they are done. This file has the private names of ``torch.distributed.checkpoint`` and of that plugin.
 """
 
+import contextlib
+import functools
 import os
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures.thread import _threads_queues
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from types import FrameType
+from typing import Any
 
 from lightning_pgroup.bounded import wait_until
 
-WRITERS = ("torch.distributed.checkpoint", "lightning.pytorch.plugins.io.async_plugin")
-"""The modules, or packages, whose functions write checkpoints."""
+_STARTERS = (
+    ("torch.distributed.checkpoint._async_thread_executor", "_ThreadBasedAsyncCheckpointExecutor", "execute_save"),
+    ("torch.distributed.checkpoint._async_process_executor", "_ProcessBasedAsyncCheckpointExecutor", "execute_save"),
+    ("lightning.pytorch.plugins.io.async_plugin", "AsyncCheckpointIO", "save_checkpoint"),
+)
+_WRITERS = ("torch.distributed.checkpoint", "lightning.pytorch.plugins.io.async_plugin")
+_saves: list[tuple[int, "Future[Any]", str]] = []
 
-_WAITING = ("lightning_pgroup.bounded",)
-_POOLS = ("concurrent.futures.thread", "threading")
+
+def watch_saves() -> None:
+    """Wrap what starts saves in the background, as far as it is imported. Called at the start of each stage."""
+    for module, name, method in _STARTERS:
+        kind = getattr(sys.modules.get(module), name, None)
+        start = getattr(kind, method, None)
+        if start is not None and not hasattr(start, "_lightning_pgroup"):
+            setattr(kind, method, _watched(start))
 
 
 def finish_saves(timeout: timedelta) -> tuple[str, timedelta]:
-    """Wait for all checkpoints that other threads are writing. Called before an orderly destroy; not collective.
-
-    Who waits for this end is left out: the calling thread, and the main thread where it called :func:`run_shielded`.
+    """Wait for all checkpoints that are being written in the background. Called before an orderly destroy; not collective.
 
     Args:
         timeout: How long to wait; an interrupt of the shielded call around this one ends the wait too.
@@ -35,53 +45,58 @@ def finish_saves(timeout: timedelta) -> tuple[str, timedelta]:
         What was not finished, in words, empty if all is; and how much of ``timeout`` is left.
     """
     start = time.monotonic()
-    finished = wait_until(lambda: not any(_is_writing(thread, frame) for thread, frame in _others()), timeout)
+    finished = wait_until(lambda: not _in_flight(), timeout)
     waited = timedelta(seconds=time.monotonic() - start)
-    if finished:
+    names = [] if finished else _in_flight()
+    if not names:
         return "", max(timeout - waited, timedelta())
-    names = [_describe(thread, frame) for thread, frame in _others() if _is_writing(thread, frame)]
     return (
-        f"{' and '.join(names) or 'a checkpoint'} was still being written after {waited.total_seconds():.1f} s of the"
+        f"{' and '.join(names)} was still being written after {waited.total_seconds():.1f} s of the"
         f" {timeout.total_seconds():g} s that a destroy may take (`destroy_timeout`), and was not waited for any longer"
     ), timedelta()
 
 
 def is_saving() -> bool:
     """Whether the calling thread is writing a checkpoint, so that it must not end a group, nor wait until nobody does."""
-    return any(_belongs(frame, WRITERS) for frame in _stack(sys._getframe()))
-
-
-def _others() -> Iterator[tuple[threading.Thread, FrameType]]:
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and thread.ident in frames:
-            yield thread, frames[thread.ident]
-
-
-def _is_writing(thread: threading.Thread, innermost: FrameType) -> bool:
-    if any(_belongs(frame, WRITERS) for frame in _stack(innermost)):
-        return not any(_belongs(frame, _WAITING) for frame in _stack(innermost))
-    # What was handed over to a pool a moment ago may not have begun, and nothing says what it is: it will show in a moment.
-    queue = _threads_queues.get(thread)
-    return queue is not None and not queue.empty() and _belongs(innermost, _POOLS)
-
-
-def _belongs(frame: FrameType, modules: tuple[str, ...]) -> bool:
-    name = str(frame.f_globals.get("__name__"))
-    return name.startswith(modules) and any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
+    frame = sys._getframe()
+    while frame.f_back is not None:
         frame = frame.f_back
+        if str(frame.f_globals.get("__name__")).startswith(_WRITERS):
+            return True
+    return False
 
 
-def _describe(thread: threading.Thread, innermost: FrameType) -> str:
-    """Which checkpoint it is, as its writer's arguments say, else which thread."""
-    for frame in _stack(innermost):
-        seen = frame.f_locals
-        for value in (seen.get("checkpoint_id"), seen.get("path"), getattr(seen.get("storage_writer"), "path", None)):
-            if isinstance(value, (str, os.PathLike)) and str(value):
-                return f"checkpoint {os.fspath(value)!r}"
-    return f"the checkpoint of thread {thread.name!r}"
+def _watched(start: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(start)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = start(self, *args, **kwargs)
+        # The plugin returns nothing, but works off its queue in turn: what is queued now is done when all before it is.
+        future = result if isinstance(result, Future) else self._executor.submit(_nothing)
+        _saves.append((os.getpid(), future, _name(args, kwargs)))
+        return result
+
+    wrapper._lightning_pgroup = True  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _in_flight() -> list[str]:
+    names = []
+    for save in tuple(_saves):  # no lock, which a fork could copy while it is held
+        process, future, name = save
+        # After a fork the saves of the parent are none of the child's: nobody there would ever finish them.
+        if process == os.getpid() and not future.done():
+            names.append(name)
+        else:
+            with contextlib.suppress(ValueError):  # another thread was faster
+                _saves.remove(save)
+    return names
+
+
+def _name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    given = (kwargs.get("checkpoint_id"), getattr(kwargs.get("storage_writer"), "path", None), *args[1:2], kwargs.get("path"))
+    paths = [os.fspath(one) for one in given if isinstance(one, (str, os.PathLike))]
+    return f"checkpoint {paths[0]!r}" if paths else "a checkpoint"
+
+
+def _nothing() -> None:
+    pass

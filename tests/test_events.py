@@ -60,6 +60,8 @@ def test_public_names_are_frozen():
         "GroupLostError",
         "GroupMismatchError",
         "LifecycleEvent",
+        "NoGroupError",
+        "NotInGroupError",
         "PGroupDDPStrategy",
         "PGroupError",
         "RanksDisagreeError",
@@ -70,4 +72,5 @@ def test_public_names_are_frozen():
         "WorldSizeError",
         "__version__",
         "destroy_process_group",
+        "process_group",
     ]

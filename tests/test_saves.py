@@ -5,11 +5,10 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 
 import pytest
@@ -312,62 +311,19 @@ def test_an_async_save_in_a_process_of_its_own_finishes_too(tmp_path, monkeypatc
     assert run_ranks(job, deadline=90) == [([True], True)] * 2
 
 
-def writer(body, module="torch.distributed.checkpoint.anything"):
-    """A function of a module that writes checkpoints."""
-    namespace = {"__name__": module, "body": body}
-    exec("def save(checkpoint_id=None):\n    body()", namespace)
-    return namespace["save"]
+def test_a_fork_does_not_inherit_what_its_parent_is_writing():
+    class Executor:
+        def execute_save(self, *args, **kwargs):
+            return Future()
 
-
-def test_a_save_that_no_thread_has_begun_counts():
-    """The thread of the pool waits for Python's lock; that it is given work is all that can be seen."""
-    interval = sys.getswitchinterval()
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        pool.submit(lambda: None).result()
-        assert wait_until(lambda: not list(filter(lambda one: saves._is_writing(*one), saves._others())), BOUND)
-        sys.setswitchinterval(100)
-        try:
-            pool.submit(writer(lambda: None))
-            begun = [saves._is_writing(*one) for one in saves._others()]
-        finally:
-            sys.setswitchinterval(interval)
-        assert any(begun)
-        assert finish_saves(BOUND)[0] == ""
-
-
-def test_what_is_not_finished_is_named_and_other_threads_do_not_count():
-    release, pool = threading.Event(), ThreadPoolExecutor(max_workers=3, thread_name_prefix="pool")
-    pool.submit(writer(release.wait, module="torch.distributed.checkpointing"))
-    pool.submit(lambda: release.wait())
-    assert finish_saves(BOUND)[0] == ""
-    pool.submit(writer(release.wait), "folder/last")
-    unfinished, rest = finish_saves(timedelta(seconds=0.05))
-    assert re.match(r"checkpoint 'folder/last' was still being written after \d+\.\d s of the 0\.05 s", unfinished)
-    assert rest == timedelta(0)
-    thread = threading.Thread(target=writer(release.wait, module=saves.WRITERS[1]), name="mine")
-    thread.start()
-    assert finish_saves(timedelta(0))[0].startswith("checkpoint 'folder/last' and the checkpoint of thread 'mine' was still")
-    release.set()
-    assert finish_saves(BOUND)[0] == ""
-    pool.shutdown()
-    thread.join()
-
-
-def test_whoever_waits_for_the_end_is_not_waited_for():
-    found = []
-
-    def look_from(timeout):
-        found.append(finish_saves(timeout)[0])
-
-    def while_saving():
-        thread = threading.Thread(target=look_from, args=[timedelta(0)])
-        thread.start()
-        thread.join()
-        run_shielded(lambda: look_from(BOUND), "test")
-
-    writer(while_saving)("mine")
-    assert found[0].startswith("checkpoint 'mine' was still being written")
-    assert found[1:] == [""]
+    saves._watched(Executor.execute_save)(Executor(), checkpoint_id="folder/last")
+    try:
+        unfinished, rest = finish_saves(timedelta(seconds=0.05))
+        assert re.match(r"checkpoint 'folder/last' was still being written after \d+\.\d s of the 0\.05 s", unfinished)
+        assert rest == timedelta(0)
+        assert run_ranks(lambda rank: finish_saves(BOUND)[0], size=1, bare=True) == [""]
+    finally:
+        saves._saves.clear()
 
 
 def test_the_collector_does_not_end_the_group_of_the_save_on_whose_thread_it_runs(tmp_path):
