@@ -105,12 +105,15 @@ def test_a_signal_after_any_call_of_a_shielded_call_leaves_no_lock_locked():
     assert run_ranks(job, 1, deadline=30, check_leaks=False)[0] > 15
 
 
-def test_a_signal_right_before_the_creation_of_a_group_leaves_no_variable_behind(monkeypatch):
-    monkeypatch.setattr(group.c10d, "name_groups_after", ring)
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(Alarm), process_group(rank=0, world_size=1):
-        raise AssertionError("the block was entered")
-    assert VARIABLE not in os.environ
+def test_a_signal_right_before_the_creation_of_a_group_leaves_no_variable_behind():
+    def job(rank):
+        group.c10d.name_groups_after = ring
+        os.environ.pop(VARIABLE, None)
+        with pytest.raises(Alarm), process_group(rank=0, world_size=1):
+            raise AssertionError("the block was entered")
+        assert VARIABLE not in os.environ
+
+    run_ranks(job, size=1)
 
 
 @pytest.mark.parametrize("failing", [True, False], ids=["a failed stage", "a good stage"])

@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from lightning_pgroup import (
     destroy_process_group,
     process_group,
 )
+from lightning_pgroup.membership import Membership
 from lightning_pgroup.process_state import process_state
 from lightning_pgroup.script_rank import find_place
 from tests.blocks import Lines, block, generation, rank_sum
@@ -31,6 +33,7 @@ from tests.ranks import free_port, open_descriptors, run_ranks
 from tests.scripts import TORCHRUN, run
 from tests.test_cluster_environments import by_hand, torchrun, variables
 
+LONG = timedelta(minutes=1)
 NOWHERE = {"RANK": None, "WORLD_SIZE": None, "MASTER_ADDR": None, "MASTER_PORT": None}
 
 BAD = {
@@ -70,14 +73,21 @@ HALVES = {
 @pytest.mark.parametrize("name", HALVES)
 def test_half_of_an_environment_is_an_error_at_once(name):
     values, kind, text = HALVES[name]
-    with variables(**{**NOWHERE, **values}), pytest.raises(kind, match=text), process_group():
-        raise AssertionError("the block was entered")
+
+    def job(rank):
+        with variables(**{**NOWHERE, **values}), pytest.raises(kind, match=text), process_group():
+            raise AssertionError("the block was entered")
+
+    run_ranks(job, size=1, bare=True)
 
 
 def test_an_address_without_a_rank_is_an_error_at_once():
-    context = process_group(init_method="tcp://127.0.0.1:9")
-    with variables(**NOWHERE), pytest.raises(PGroupError, match="not which one this process is"), context:
-        raise AssertionError("the block was entered")
+    def job(rank):
+        context = process_group(init_method="tcp://127.0.0.1:9")
+        with variables(**NOWHERE), pytest.raises(PGroupError, match="not which one this process is"), context:
+            raise AssertionError("the block was entered")
+
+    run_ranks(job, size=1, bare=True)
 
 
 NODES = {
@@ -100,7 +110,7 @@ NODES = {
 def test_only_what_is_known_to_be_one_node_is_taken_for_one(name):
     values, init_method, nodes = NODES[name]
     with variables(RANK=1, WORLD_SIZE=2, MASTER_PORT=29500, **values):
-        place = find_place(None, None, init_method, None, process_state().membership, foreign=False)
+        place = find_place(None, None, init_method, LONG, Membership(), foreign=False)
     assert (place.rank, place.size, place.nodes) == (1, 2, nodes)
 
 
