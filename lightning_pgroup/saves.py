@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,6 +24,9 @@ _STARTERS = (
     ("lightning.pytorch.plugins.io.async_plugin", "AsyncCheckpointIO", "save_checkpoint"),
 )
 _WRITERS = ("torch.distributed.checkpoint", "lightning.pytorch.plugins.io.async_plugin")
+_THREADS = "AsyncCheckpointExecutor"
+"""How the names of the threads of ``_ThreadBasedAsyncCheckpointExecutor`` begin."""
+
 _saves: list[tuple[int, "Future[Any]", str]] = []
 
 
@@ -72,6 +76,7 @@ def _watched(start: Callable[..., Any]) -> Callable[..., Any]:
         result = start(self, *args, **kwargs)
         # The plugin returns nothing, but works off its queue in turn: what is queued now is done when all before it is.
         future = result if isinstance(result, Future) else self._executor.submit(_nothing)
+        _in_flight()  # forgets those that are done, with all that they hold
         _saves.append((os.getpid(), future, _name(args, kwargs)))
         return result
 
@@ -89,7 +94,8 @@ def _in_flight() -> list[str]:
         else:
             with contextlib.suppress(ValueError):  # another thread was faster
                 _saves.remove(save)
-    return names
+    # What was first imported in the middle of a stage is not wrapped, but its threads have a name, and end with their save.
+    return names or ["a checkpoint" for thread in threading.enumerate() if thread.name.startswith(_THREADS)]
 
 
 def _name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

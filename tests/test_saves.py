@@ -1,6 +1,7 @@
 """Checkpoints that are still being written when the group is to end: they finish first, and only as long as there is time."""
 
 import gc
+import inspect
 import logging
 import os
 import re
@@ -19,6 +20,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
 
 import lightning_pgroup.destroy
 import lightning_pgroup.group
@@ -137,6 +139,21 @@ def test_an_async_save_finishes_before_the_group_goes_wherever_that_is(tmp_path,
         return right
 
     assert run_ranks(job) == [[True] * len(ENDS)] * 2
+
+
+def test_a_save_of_a_module_that_was_imported_in_the_middle_of_the_stage_finishes_too(tmp_path, monkeypatch):
+    """It was not there to be wrapped when the stage began."""
+
+    def job(rank):
+        monkeypatch.setattr(saves, "_STARTERS", ())
+        executor = "torch.distributed.checkpoint._async_thread_executor._ThreadBasedAsyncCheckpointExecutor.execute_save"
+        monkeypatch.setattr(executor, inspect.unwrap(_ThreadBasedAsyncCheckpointExecutor.execute_save))
+        callback = Saves(tmp_path)
+        with Watch(monkeypatch, [callback]) as watch:
+            make_trainer(PGroupDDPStrategy(destroy="on_teardown"), callbacks=[callback]).fit(TinyModel(), datamodule=TinyData())
+        return watch.seen, callback.future.exception(), saves._saves
+
+    assert run_ranks(job) == [([True], None, [])] * 2
 
 
 def test_a_named_group_does_not_end_under_its_save(tmp_path, monkeypatch):
