@@ -49,21 +49,25 @@ class StageCall:
             name, claim = stage_name(self._trainer), self._strategy.claim()
             stages.append(lifecycle.enter(claim, name, self._trainer, self._strategy.request))
 
+        def leave() -> None:
+            lifecycle.leave(stages.pop())
+
         try:
             run_shielded(enter, "enter")
             result = self._function(*args, **kwargs)
-            if (trainer := self._trainer_with_metrics()) is not None and os.getpid() == process:
-                metrics.compute_before_the_end(lifecycle, stages[0], trainer, self._strategy.root_device)
+            if os.getpid() == process:
+                if (trainer := self._trainer_with_metrics()) is not None:
+                    metrics.compute_before_the_end(lifecycle, stages[0], trainer, self._strategy.root_device)
+                run_shielded(leave, "leave")  # in here, so that a signal right before it does not leave the stage open
+            return result
         except BaseException as error:
-            if not stages or os.getpid() != process:  # a child that was forked inside has no part in the stage
+            if not stages or os.getpid() != process:  # it has ended; a child that was forked inside has no part in it
                 raise
             caught, ends = error, list[BaseException]()
             run_shielded(lambda: ends.append(self._leave(lifecycle, stages[0], caught)), "leave")
             if ends[0] is not error:
                 raise ends[0] from error
             raise
-        run_shielded(lambda: lifecycle.leave(stages[0]), "leave")
-        return result
 
     def _trainer_with_metrics(self) -> Trainer | None:
         """The Trainer whose metrics it has to look after: those in a worker end with it."""

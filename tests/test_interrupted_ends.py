@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from lightning_pgroup import PGroupDDPStrategy, bounded, group, process_group
+from lightning_pgroup import PGroupDDPStrategy, bounded, group, process_group, stage_call
 from lightning_pgroup.bounded import run_bounded, run_shielded
 from lightning_pgroup.gloo_interface import VARIABLE
 from tests.faults import PATIENCE, Boom, attempt, fit, same, weights_of_a_fresh_process
@@ -154,6 +154,28 @@ def test_signals_at_any_moment_around_the_end_of_a_stage(failing):
             assert ended is None or ended["kind"] in (None, "Boom", "Alarm", "RuntimeError", "RendezvousAbandonedError")
         both = [ended["at"] for _, ended, _, _, _ in row if ended is not None]
         assert max(both) - min(both) < PATIENCE if len(both) == 2 else True
+
+
+def test_a_signal_right_before_the_end_of_a_stage_does_not_leave_it_open(monkeypatch):
+    def job(rank):
+        ends = []
+
+        def interrupted(function, name):
+            if name == "leave":
+                ends.append(name)
+                if len(ends) == 1:
+                    raise Alarm
+            run_shielded(function, name)
+
+        monkeypatch.setattr(stage_call, "run_shielded", interrupted)
+        strategy = PGroupDDPStrategy(destroy="at_exit", timeout=20)
+        ended = attempt(strategy)
+        alive, running = dist.is_initialized(), strategy.claim().running
+        fit(strategy)
+        return ended["kind"], alive, running, [event.what for event in strategy.events], len(ends)
+
+    events = ["created", "aborted", "created"]
+    assert run_ranks(job, deadline=30) == [("Alarm", False, 0, events, 3)] * 2
 
 
 class NoText(Exception):
