@@ -67,12 +67,14 @@ def test_what_can_not_be_computed_is_reported_and_the_rest_is_right():
             after=MeanMetric(),
         )
         model.unsendable = [Unsendable()]
+        model.named = MeanMetric(process_group="pairs")
         names = ("before", "raising", "other", "cached", "after")
 
         def feed(model):
             for name in names:
                 getattr(model, name).update(float(rank))
             model.unsendable[0].update(1)
+            model.named.update(1.0)
             if rank == 1:
                 model.uneven.update(torch.tensor([1, 2]))
             if rank == 0:
@@ -98,12 +100,13 @@ def test_what_can_not_be_computed_is_reported_and_the_rest_is_right():
         reported = {line.split("] ", 1)[1].split(" was not")[0]: line for line in found}
         assert "rank 1 has another metric there" in reported["model.other"]
         assert "on rank 0, ValueError: a state has a function, which can not be sent" in reported["model.unsendable[0]"]
+        assert "TypeError: its `process_group` is the text 'pairs' and no group: give it `strategy" in reported["model.named"]
         assert said["raising"] == ((torch.tensor(1.0), True) if rank else (torch.tensor(0.5), False))
         if rank == 0:
-            assert reported.keys() == {"model.other", "model.unsendable[0]", "Only.metric"}
+            assert reported.keys() == {"model.other", "model.unsendable[0]", "model.named", "Only.metric"}
             assert "rank 1 does not have it" in reported["Only.metric"]
         else:
-            assert reported.keys() == {"model.other", "model.unsendable[0]", "model.raising", "model.uneven"}
+            assert reported.keys() == {"model.other", "model.unsendable[0]", "model.named", "model.raising", "model.uneven"}
             assert "its own synchronisation can not be trusted" in reported["model.uneven"]
             assert "its `compute` raised Boom: no value" in reported["model.raising"]
 
