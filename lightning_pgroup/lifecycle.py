@@ -242,9 +242,8 @@ class Lifecycle:
             self._finish_pending()
 
     def hold_for(self, wrapper: DistributedDataParallel) -> None:
-        """A strategy has built a DDP wrapper around the group that we own; see :mod:`lightning_pgroup.graveyard`."""
-        if self._custody.current is not None:
-            self._custody.current.hold_for(wrapper)
+        """A strategy has built a DDP wrapper around a group; see :mod:`lightning_pgroup.graveyard`."""
+        self._custody.hold_for(wrapper)
 
     def release(self, groups: list[ProcessGroup]) -> None:
         """Let ended groups go that something has held until now. Local, never waits; the list is empty afterwards."""
