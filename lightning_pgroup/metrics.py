@@ -58,7 +58,7 @@ def compute_before_the_end(lifecycle: Lifecycle, stage: Stage, trainer: Trainer,
                 lifecycle.discard(stage, refusal)
             _miss(leaves, ground, refusal)
         elif leaves:
-            _compute(leaves, ground, device)
+            _compute(leaves, ground, device, _later(stage))
     except Exception as error:
         # Others may wait in a collective for this rank, and the group may be in the middle of one.
         why = f"the ranks could not exchange their metrics: {describe(error)}"
@@ -124,7 +124,11 @@ def _keep_down(ground: CommonGround, why: str) -> None:
     run_bounded(say, WORD_TIMEOUT, "hands")
 
 
-def _compute(leaves: list[Leaf], ground: CommonGround, device: torch.device) -> None:
+def _later(stage: Stage) -> str:
+    return f"it was updated after {stage.name!r} had ended, and there is no process group in which to ask the other ranks"
+
+
+def _compute(leaves: list[Leaf], ground: CommonGround, device: torch.device, later: str) -> None:
     size = ground.team.size
     offers = {one.told.place: one for one in (offer(leaf, size) for leaf in leaves)}
     told = tell(list(offers.values()), size, device)
@@ -137,10 +141,14 @@ def _compute(leaves: list[Leaf], ground: CommonGround, device: torch.device) -> 
         lift(one.leaf)
     ours = [one for one in chosen if not one.told.own_way]
     if ours:
-        _compute_gathered(ours, gather(ours, told, device), told, ground)
+        _compute_gathered(ours, gather(ours, told, device), told, ground, later)
     for one in chosen:
         if one.told.own_way:
             _compute_own_way(one.leaf, ground, device)
+    for place, one in offers.items():
+        complete = one.leaf.is_cached and not is_local(one.leaf) and not one.leaf.is_kept
+        if complete and not reasons[place] and any(of_rank[place].updates for of_rank in told):
+            mark_complete(one.leaf, later)
 
 
 def _unfit(place: str, told: list[dict[str, Told]]) -> str:
@@ -165,7 +173,7 @@ def _is_needed(place: str, told: list[dict[str, Told]]) -> bool:
 
 
 def _compute_gathered(
-    offers: list[Offer], gathered: list[dict[str, States]], told: list[dict[str, Told]], ground: CommonGround
+    offers: list[Offer], gathered: list[dict[str, States]], told: list[dict[str, Told]], ground: CommonGround, later: str
 ) -> None:
     """Compute each metric from the states of all ranks. Local: each rank may take its time, or fail, for itself."""
     served = []
@@ -184,7 +192,7 @@ def _compute_gathered(
             vars(leaf.metric).pop("_sync_dist", None)
     for leaf, parts in served:
         if leaf.is_kept:
-            _attempt(leaf, ground, lambda leaf=leaf, parts=parts: mark_complete(leaf, merge(leaf.metric, parts)))  # type: ignore[misc]
+            _attempt(leaf, ground, lambda leaf=leaf, parts=parts: mark_complete(leaf, later, merge(leaf.metric, parts)))  # type: ignore[misc]
 
 
 def _service(offer: Offer, parts: list[States]) -> Callable[..., None]:
