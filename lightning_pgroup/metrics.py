@@ -52,7 +52,7 @@ def compute_before_the_end(lifecycle: Lifecycle, stage: Stage, trainer: Trainer,
     leaves: list[Leaf] = []
     try:
         leaves = _leaves(roots, stage)
-        refusal = _all_are_ready(ground, bool(leaves))
+        refusal = _all_are_ready(ground, leaves)
         if refusal:
             if leaves and ground.has_failed():
                 lifecycle.discard(stage, refusal)
@@ -102,15 +102,16 @@ def _leaves(roots: Mapping[str, Any], stage: Stage) -> list[Leaf]:
     return [leaf for leaf in find_leaves({**roots, **inner}) if leaf.may_sync]
 
 
-def _all_are_ready(ground: CommonGround, has_metrics: bool) -> str:
-    """Which rank is not there for an exchange, and why; empty if all are."""
+def _all_are_ready(ground: CommonGround, leaves: list[Leaf]) -> str:
+    """Why there is no exchange, most likely since a rank does not come to it; empty if all do."""
     if ground.group is None:
         ground.team.hands.keep_down(ground.number, "has lost its process group")
         return "the process group has ended before"
-    if not has_metrics:
+    if not leaves:
         ground.team.hands.keep_down(ground.number, "has no metrics")
         return "there are none"
-    return ground.team.hands.raise_hand(ground.number, ground.timeout, ground.check)
+    updated = any(leaf.updates for leaf in leaves)
+    return ground.team.hands.raise_hand(ground.number, updated, ground.timeout, ground.check)
 
 
 def _keep_down(ground: CommonGround, why: str) -> None:

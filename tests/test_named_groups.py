@@ -1,5 +1,6 @@
 """Named groups: made on first use by their members only, the same in each generation, ended one by one."""
 
+import copy as copying
 import os
 import pickle
 import sys
@@ -118,6 +119,9 @@ def test_definitions_travel_with_the_strategy_and_nothing_else_does():
     with pytest.raises(ValueError, match=r"`strategy.destroy_group` names"):
         copy.destroy_group("three")
     copy.destroy_group("one")
+    shallow = copying.copy(strategy)
+    shallow.new_group("later", [0, 3])
+    assert list(strategy.defined_groups) == ["pairs", "one"]
 
 
 def test_from_yaml(tmp_path):
