@@ -100,7 +100,7 @@ def _cells(event: Event, policies: Policies, on_error: OnError) -> tuple[str, st
 
 
 def _sentences(subject: str, outcomes: dict[Event, str]) -> list[str]:
-    said = [outcome for outcome in ACTIONS.values() if outcome in outcomes.values()]
+    said = [outcome for outcome in (*ACTIONS.values(), GONE) if outcome in outcomes.values()]
     if len(said) == 1:
         return [f"{subject} is always {said[0]}.", ""]
     lines: list[str] = []

@@ -33,6 +33,7 @@ DEADLINE = 60.0
 """How many seconds the ranks have, unless the caller says otherwise."""
 
 _DEATH_POLL = 0.5
+_EXIT_TIMEOUT = 2.0
 _STACK_TIMEOUT = 2.0
 _STACK_POLL = 0.05
 _OTHER_LAUNCHERS = ("SLURM_", "TORCHELASTIC_")
@@ -58,6 +59,7 @@ class _Setting:
     listener: socket.socket
     invitation: Invitation
     folder: Path
+    on_interrupt: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +151,24 @@ def _forked(function: Callable[[int], Any], size: int) -> Iterator[list[_Rank]]:
             listener=listener,
             invitation=Invitation.to(Endpoint(*listener.getsockname()[:2]), size, 0),
             folder=folder,
+            on_interrupt=signal.getsignal(signal.SIGINT) or signal.default_int_handler,
         )
         try:
-            for number in range(size):
-                receiver, sender = context.Pipe(duplex=False)
-                stack.callback(receiver.close)
-                with contextlib.closing(sender), warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process has threads
-                    process = context.Process(
-                        target=_rank_main, args=(function, number, setting, sender, (released, release)), name=f"rank {number}"
-                    )
-                    process.start()
-                ranks.append(_Rank(process, receiver, folder / f"{number}.stack"))
+            with _uninterrupted(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process has threads
+                for number in range(size):
+                    receiver, sender = context.Pipe(duplex=False)
+                    stack.callback(receiver.close)
+                    with contextlib.closing(sender):
+                        arguments = (function, number, setting, sender, (released, release))
+                        process = context.Process(target=_rank_main, args=arguments, name=f"rank {number}")
+                        process.start()
+                    ranks.append(_Rank(process, receiver, folder / f"{number}.stack"))
             listener.close()  # else it would accept in the place of rank 0
             yield ranks
         except BaseException:
-            _end(ranks, at_once=True)
+            for rank in ranks:
+                rank.process.kill()
             raise
         finally:
             os.close(release)
@@ -172,13 +176,14 @@ def _forked(function: Callable[[int], Any], size: int) -> Iterator[list[_Rank]]:
             _end(ranks)
 
 
-def _end(ranks: list[_Rank], *, at_once: bool = False) -> None:
-    until = time.monotonic() + (0.0 if at_once else _STACK_TIMEOUT)
+def _end(ranks: list[_Rank]) -> None:
+    until = time.monotonic() + _EXIT_TIMEOUT
     for rank in ranks:
         rank.process.join(max(0.0, until - time.monotonic()))
         if rank.process.exitcode is None:
             rank.process.kill()
             rank.process.join()
+        rank.process.close()
 
 
 @contextlib.contextmanager
@@ -193,11 +198,29 @@ def _reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the block ends, so that no process is forked that nobody knows of."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield  # Python handles no signal here
+        return
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if heard:
+        signal.raise_signal(signal.SIGINT)
+
+
 def _rank_main(
     function: Callable[[int], Any], rank: int, setting: _Setting, answers: Connection, pipe: tuple[int, int]
 ) -> None:
     released, release = pipe
     os.close(release)
+    signal.signal(signal.SIGINT, setting.on_interrupt)
     _die_with_parent()
     stacks = (setting.folder / f"{rank}.stack").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -244,10 +267,10 @@ def _read(rank: _Rank) -> _Answer:
     """The answer of a rank that has given one, or has died."""
     message = b""
     if rank.answers.poll():
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(EOFError, OSError):
             message = rank.answers.recv_bytes()
     if not message:
-        rank.process.join()
+        rank.process.join(_EXIT_TIMEOUT)
         return _Answer(error=f"died with {_describe_exit(rank.process.exitcode)}")
     try:
         answer = pickle.loads(message)
