@@ -12,9 +12,6 @@ import pytest
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-DESTROY = "destroy"
-ERROR = "error"
-
 _PYTESTS_OWN = "PYTEST_CURRENT_TEST"
 _REPORTED = "pgroup_left"
 """The attribute of a test's report that brings what was found from the workers of pytest-xdist to the process that shows it."""
@@ -63,11 +60,11 @@ class LeakGuard:
     need it. One that was there before the first test belongs to nobody and is left alone.
 
     Args:
-        mode: ``"destroy"`` or ``"error"``.
+        fail: Whether a test that leaves a group fails; else it is listed.
     """
 
-    def __init__(self, mode: str) -> None:
-        self._mode = mode
+    def __init__(self, *, fail: bool) -> None:
+        self._fail = fail
         self._test = ""
         self._before: Surroundings | None = None
         self._left: list[str] = []
@@ -116,6 +113,7 @@ class LeakGuard:
         report = yield
         if call.when == "teardown" and self._left:
             setattr(report, _REPORTED, self._left)
+            self._left = []
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -132,14 +130,14 @@ class LeakGuard:
     def _judge(self, groups: "list[ProcessGroup]", whose: str) -> None:
         if not groups:
             return
-        what = _describe(groups)
+        what, fail = _describe(groups), self._fail
         try:
             _end(groups)  # which empties the list: nothing here must be the last to hold a group
             end = "was destroyed"
         except Exception as error:
-            end = f"could not be destroyed: {error}"
+            end, fail = f"could not be destroyed: {error}", True
         text = f"{whose} a process group alive: {what}. It {end}."
-        if self._mode == ERROR or "could not" in end:
+        if fail:
             pytest.fail(
                 f"{text} Let the test end what it creates: `with lightning_pgroup.process_group():`, the fixture"
                 " `process_group`, `destroy='on_teardown'`, or `lightning_pgroup.destroy_process_group()`.",

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from lightning_pgroup.leak_guard import DESTROY, ERROR, LeakGuard
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from lightning_pgroup.forked_ranks import ForkedRanks
 
 OFF = "off"
+DESTROY = "destroy"
+ERROR = "error"
 
 _CHOICES = (OFF, DESTROY, ERROR)
 _MEANING = (
@@ -48,7 +48,9 @@ def _register(config: pytest.Config, option: str | None) -> None:
     if mode not in _CHOICES:
         raise pytest.UsageError(f"The ini option `pgroup` must be one of {', '.join(map(repr, _CHOICES))}, got {mode!r}.")
     if mode != OFF and not config.pluginmanager.has_plugin(_NAME):
-        config.pluginmanager.register(LeakGuard(mode), _NAME)
+        from lightning_pgroup.leak_guard import LeakGuard
+
+        config.pluginmanager.register(LeakGuard(fail=mode == ERROR), _NAME)
 
 
 @pytest.fixture
