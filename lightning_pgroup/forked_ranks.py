@@ -141,7 +141,6 @@ def _forked(function: Callable[[int], Any], size: int) -> Iterator[list[_Rank]]:
     """Fork the ranks. They live until the block ends, so that none misses a store that another one hosts."""
     context = multiprocessing.get_context("fork")
     ranks: list[_Rank] = []
-    released, release = os.pipe()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         listener = stack.enter_context(contextlib.closing(listen(LOOPBACK)))
@@ -153,6 +152,7 @@ def _forked(function: Callable[[int], Any], size: int) -> Iterator[list[_Rank]]:
             folder=folder,
             on_interrupt=signal.getsignal(signal.SIGINT) or signal.default_int_handler,
         )
+        released, release = os.pipe()
         try:
             with _uninterrupted(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process has threads
