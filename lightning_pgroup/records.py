@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_pgroup import payload
+from lightning_pgroup.log import get_logger
 
-logger = logging.getLogger("lightning_pgroup")
+logger = get_logger("lightning_pgroup")
 
 CREATED = "created"
 REUSED = "reused"
