@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_pgroup.claim import Claim, GroupRequest
 from lightning_pgroup.collectives import collective
 from lightning_pgroup.config import Duration, check_backend, check_ddp_arguments, parse_config, parse_duration
+from lightning_pgroup.environment import launched_size_kept
 from lightning_pgroup.group_definitions import Ranks
 from lightning_pgroup.group_names import GroupNames
 from lightning_pgroup.group_request import request_group
@@ -284,7 +285,8 @@ class PGroupDDPStrategy(GroupNames, LentParts):
     def teardown(self) -> None:
         """Unwrap the model. The group lives on: Lightning calls this before ``on_fit_end`` and the ``teardown`` hooks (F8)."""
         try:
-            super().teardown()
+            with launched_size_kept():
+                super().teardown()
         finally:
             state = existing_process_state()
             if self._claim is not None and state is not None:

@@ -65,6 +65,7 @@ def test_public_names_are_frozen():
         "PGroupDDPStrategy",
         "PGroupError",
         "RanksDisagreeError",
+        "RanksFailedError",
         "RendezvousAbandonedError",
         "RendezvousTimeoutError",
         "StoreLostError",
