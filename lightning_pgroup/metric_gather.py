@@ -139,6 +139,8 @@ def _form(value: Any) -> dict[str, Any]:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise ValueError(f"a state is a tensor of layout {value.layout}, which can not be sent")
+        if value.is_meta:
+            raise ValueError("a state is on the device `meta`, so that there is nothing to be sent")
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if isinstance(value, (list, tuple)):
         return {"list" if isinstance(value, list) else "tuple": [_form(one) for one in value]}
