@@ -190,7 +190,8 @@ def _unfit(place: str, told: list[dict[str, Told]]) -> str:
     """Why a metric can not be computed over all ranks; empty if it can."""
     without = [rank for rank, of_rank in enumerate(told) if place not in of_rank]
     if without:
-        return f"rank {', '.join(map(str, without))} does not have it"
+        ranks = ", ".join(map(str, without))
+        return f"ranks {ranks} do not have it" if len(without) > 1 else f"rank {ranks} does not have it"
     each = [of_rank[place] for of_rank in told]
     for rank, one in enumerate(each):
         if one.problem:

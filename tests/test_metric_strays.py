@@ -249,3 +249,22 @@ def test_states_of_the_only_rank_with_data_are_reduced_all_the_same():
         assert torch.equal(total, torch.ones(3))
         assert twice == 6.0
         assert torch.allclose(correlation, wanted.compute())
+
+
+def test_a_metric_that_one_rank_of_many_makes_is_named_with_those_that_lack_it():
+    def job(rank):
+        model = model_with(mean=MeanMetric())
+
+        def feed(model):
+            model.mean.update(float(rank))
+            if rank == 1:
+                model.lazy = SumMetric()
+                model.lazy.update(1.0)
+
+        with reports() as found:
+            fit(model, feed, devices=4)
+        return [line.split("ranks: ")[1] for line in found], warns(model.mean)
+
+    said = run_ranks(job, size=4)
+    assert [one for _, one in said] == [(torch.tensor(1.5), False)] * 4
+    assert [found for found, _ in said] == [[], ["ranks 0, 2, 3 do not have it"], [], []]
