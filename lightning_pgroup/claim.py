@@ -76,7 +76,9 @@ class Stage:
         held: The names of those that this rank's objects hold.
         renewed: The names of those that any rank's objects hold, which their members are to make anew.
         failure: The first failure of its generation, in words, once that is known.
-        guests: What the Trainers of the stages that ran inside it have, by name, to be looked at when it ends.
+        guests: The metrics of the stages that ran inside it, by their identity, to be computed when it ends.
+        visits: How many such stages there were.
+        farewell: For a block: what is to be done before it ends, with what its body raised; ``None`` if nothing.
     """
 
     claim: Claim
@@ -90,4 +92,6 @@ class Stage:
     groups: dict[str, str] = field(default_factory=dict)
     held: tuple[str, ...] = ()
     renewed: tuple[str, ...] = ()
-    guests: list[dict[str, Any]] = field(default_factory=list)
+    guests: dict[int, Any] = field(default_factory=dict)
+    visits: int = 0
+    farewell: Callable[[BaseException | None], None] | None = None

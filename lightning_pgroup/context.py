@@ -204,6 +204,7 @@ class ProcessGroupBlock(contextlib.ContextDecorator):
         """End the group, or leave it to whatever is around. Waits for no other rank."""
         visit = self._open[-1]
         try:
+            visit.say_farewell(error)
             if isinstance(error, GeneratorExit):  # no failure: its reader has had enough
                 self._open.pop().end_when_possible()
             else:
@@ -255,6 +256,11 @@ class _Visit:
         run_shielded(self._enter, "enter")
         self._lifecycle.acquire(self._stages[0])
         self._hook = register_module_module_registration_hook(self._notice)
+
+    def say_farewell(self, error: BaseException | None) -> None:
+        farewell = self._stages[0].farewell if self._stages and os.getpid() == self._process else None
+        if farewell is not None:
+            farewell(error)
 
     def end(self, error: BaseException | None) -> None:
         if self._detach():

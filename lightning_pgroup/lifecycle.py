@@ -22,7 +22,7 @@ from lightning_pgroup.errors import GroupLostError, GroupMismatchError, PGroupEr
 from lightning_pgroup.exceptions import describe
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.notices import Notices
-from lightning_pgroup.policy import DestroyPolicy, Event, OnError, Ownership, reason
+from lightning_pgroup.policy import Event, OnError, Ownership, reason
 from lightning_pgroup.saves import is_saving, watch_saves
 from lightning_pgroup.turns import Turns, in_turn
 
@@ -157,9 +157,9 @@ class Lifecycle:
 
     def common_ground(self, stage: Stage) -> CommonGround | None:
         """Where the ranks of a running stage can still do something together; ``None`` if they need not, or must not."""
-        team, never = self._notices.team, DestroyPolicy.NEVER in stage.claim.config.policies
+        team = self._notices.team
         alone = team is None or team.size == 1 or self.stage_around(stage) is not None
-        if team is None or alone or never or not stage.acquired or self.ownership() is Ownership.FOREIGN:
+        if team is None or alone or not stage.acquired or self.ownership() is Ownership.FOREIGN:
             return None
         return CommonGround(team, stage, self._custody.current if self.generation is not None else None)
 

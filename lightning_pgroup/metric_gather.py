@@ -8,7 +8,7 @@ So here the ranks first tell one another what they have, and then all send one p
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -53,6 +53,9 @@ class Told:
         ]
 
 
+_TOLD = [one.name for one in fields(Told)]
+
+
 @dataclass(eq=False, slots=True)
 class Offer:
     """A metric of this rank, with what it tells and what it would send.
@@ -93,7 +96,7 @@ def tell(offers: list[Offer], size: int, device: torch.device) -> list[dict[str,
         size: Number of ranks.
         device: Where the group's backend can send from.
     """
-    text = json.dumps([asdict(one.told) for one in offers]).encode()
+    text = json.dumps([{name: getattr(one.told, name) for name in _TOLD} for one in offers]).encode()
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(text)], device=device))
@@ -139,6 +142,8 @@ def _form(value: Any) -> dict[str, Any]:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise ValueError(f"a state is a tensor of layout {value.layout}, which can not be sent")
+        if value.is_meta:
+            raise ValueError("a state is on the device `meta`, so that there is nothing to be sent")
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if isinstance(value, (list, tuple)):
         return {"list" if isinstance(value, list) else "tuple": [_form(one) for one in value]}

@@ -5,6 +5,8 @@ and these keep what they have computed. So the inner metrics, the *leaves*, are 
 raises does not stop the rest, and a wrapper that remembers its values (``MinMaxMetric``) sees none that nobody has asked for.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,9 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.wrappers import Running
 
 from lightning_pgroup.places import walk
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""What differs between ranks in the name of a place: that of a key which has no name of its own."""
 
 States = dict[str, Tensor | list[Any]]
 """The states of one metric on one rank, by their names."""
@@ -91,8 +96,7 @@ class Leaf:
 
     def references(self) -> States:
         """Its states themselves; lists copied, so that it shows when one grows."""
-        found = {name: getattr(self.metric, name) for name in self.metric._reductions}
-        return {name: list(value) if isinstance(value, list) else value for name, value in found.items()}
+        return _listed({name: getattr(self.metric, name) for name in self.metric._reductions})
 
     def states(self) -> States:
         """What it would synchronise: its states, with each list that is concatenated anyway as one tensor."""
@@ -108,6 +112,10 @@ class Leaf:
         """Whether its states are still those that :meth:`references` has given."""
         now = self.references()
         return now.keys() == references.keys() and all(_is_same(now[name], one) for name, one in references.items())
+
+    def put_aside(self) -> States:
+        """Its states, while it has those of all ranks in their place: copies, which it gets back afterwards."""
+        return {} if self.metric._cache is None else _listed(self.metric._cache)
 
     def forget_sync(self) -> None:
         """Give it back its own states, if a computation has failed with those of all ranks in their place."""
@@ -130,12 +138,15 @@ class Leaf:
 def find_leaves(roots: Mapping[str, Any]) -> Iterator[Leaf]:
     """All leaves that objects hold, in an order that is the same on all ranks."""
     windows: dict[int, tuple[str, Running]] = {}
-    for place, found in walk(roots):
+    seen: Counter[str] = Counter()
+    for whole, found in walk(roots):
+        place = _ADDRESS.sub("", whole)
         if isinstance(found, Running):
             windows[id(found.base_metric)] = (place, found)
         elif isinstance(found, Metric) and found._reductions and type(found)._wrap_compute is Metric._wrap_compute:
             around, running = windows.get(id(found), (place, None))
-            yield Leaf(around, found, running)
+            seen[around] += 1
+            yield Leaf(f"{around}#{seen[around]}" if seen[around] > 1 else around, found, running)
 
 
 def merge(metric: Metric, parts: list[States]) -> States:
@@ -145,8 +156,6 @@ def merge(metric: Metric, parts: list[States]) -> States:
         metric: Any rank's metric: says how its states are reduced.
         parts: The states of the ranks that have data, in rank order.
     """
-    if len(parts) == 1:
-        return parts[0]
     return {name: _merge(reduction, [part[name] for part in parts]) for name, reduction in metric._reductions.items()}
 
 
@@ -164,6 +173,10 @@ def _merge(reduction: Any, values: list[Any]) -> Any:
 
 def _concatenated(reduction: Any, value: Tensor | list[Any]) -> Tensor | list[Any]:
     return [dim_zero_cat(value)] if reduction == dim_zero_cat and isinstance(value, list) and len(value) > 1 else value
+
+
+def _listed(states: States) -> States:
+    return {name: list(value) if isinstance(value, list) else value for name, value in states.items()}
 
 
 def _differs(value: Tensor | list[Any], default: Tensor | list[Any]) -> bool:

@@ -10,8 +10,10 @@ import contextlib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from lightning_pgroup.lifecycle import Lifecycle
 from lightning_pgroup.metric_gather import Offer, Told, gather, offer, tell
 from lightning_pgroup.metric_leaves import Leaf, States, find_leaves, merge
 from lightning_pgroup.metric_marks import is_local, lift, mark_complete, mark_local, put_states
+from lightning_pgroup.policy import DestroyPolicy
 from lightning_pgroup.records import logger
 
 WORD_TIMEOUT = timedelta(seconds=0.5)
@@ -35,24 +38,27 @@ WORD_TIMEOUT = timedelta(seconds=0.5)
 _NO_UPDATE = re.compile(r"The ``compute`` method of metric \w+ was called before the ``update`` method")
 
 
-def compute_before_the_end(lifecycle: Lifecycle, stage: Stage, trainer: Trainer, device: torch.device) -> None:
+def compute_before_the_end(lifecycle: Lifecycle, stage: Stage, trainer: Trainer | None, device: torch.device) -> None:
     """Compute the metrics of a stage whose function has returned, so that their values count for all ranks.
 
     Called on each rank, on the main thread, while the stage has its group. Collective among the ranks that have metrics; waits
-    for slower ones at most the group's timeout. A rank without any waits for nobody.
+    for slower ones at most the group's timeout. A rank without any, or that keeps its own as they are, waits for nobody.
+
+    Args:
+        lifecycle: The owner of the group.
+        stage: The stage, or the block.
+        trainer: Its Trainer; ``None`` for a block, which has the metrics of the stages that ran inside it.
+        device: Where the group's backend can send from.
     """
-    roots = _roots(trainer)
-    around = lifecycle.stage_around(stage)
-    if around is not None:  # the group lives on until that one ends
-        around.guests.append(roots)
+    if hand_on(lifecycle, stage, trainer, device):
         return
     ground = lifecycle.common_ground(stage)
     if ground is None:
         return
     leaves: list[Leaf] = []
     try:
-        leaves = _leaves(roots, stage)
-        refusal = _all_are_ready(ground, leaves)
+        leaves = _leaves(stage, trainer)
+        refusal = _all_are_ready(ground, stage, leaves)
         if refusal:
             if leaves and ground.has_failed():
                 lifecycle.discard(stage, refusal)
@@ -67,19 +73,47 @@ def compute_before_the_end(lifecycle: Lifecycle, stage: Stage, trainer: Trainer,
         _miss(leaves, ground, why)
 
 
-def after_failure(ground: CommonGround | None, stage: Stage, trainer: Trainer, why: str) -> None:
+def hand_on(lifecycle: Lifecycle, stage: Stage, trainer: Trainer | None, device: torch.device) -> bool:
+    """Leave the metrics of a stage that ends to the one around it, with which the group lives on. Local.
+
+    Returns:
+        Whether there is one around it.
+    """
+    around = lifecycle.stage_around(stage)
+    if around is None:
+        return False
+    try:
+        for leaf in _leaves(stage, trainer):
+            around.guests.setdefault(id(leaf.metric), replace(leaf, place=f"nested[{around.visits}].{leaf.place}"))
+    except Exception as problem:  # a user's objects may hold anything
+        logger.warning("the metrics of %r will not be computed over all ranks: %s", stage.name, describe(problem))
+    around.visits += 1
+    if around.is_block:
+        around.farewell = partial(_farewell, lifecycle, around, device)
+    return True
+
+
+def _farewell(lifecycle: Lifecycle, block: Stage, device: torch.device, error: BaseException | None) -> None:
+    """Before the end of a block in which stages ran: the same for it as for a stage."""
+    if error is None:
+        compute_before_the_end(lifecycle, block, None, device)
+    elif not hand_on(lifecycle, block, None, device):
+        after_failure(lifecycle.common_ground(block), block, None, f"raised {describe(error)}")
+
+
+def after_failure(ground: CommonGround | None, stage: Stage, trainer: Trainer | None, why: str) -> None:
     """Let the metrics of a stage that was broken off know that they have missed their computation. Local, waits at most 0.5 s.
 
     Args:
         ground: From :meth:`Lifecycle.common_ground`, before the stage has ended.
         stage: The stage.
-        trainer: Its Trainer.
+        trainer: Its Trainer; ``None`` for a block.
         why: What happened to it, in words.
     """
     if ground is None:
         return
     try:
-        mark_local(_leaves(_roots(trainer), stage), f"{stage.name!r} {why}, before it was computed over all ranks")
+        mark_local(_leaves(stage, trainer), f"{stage.name!r} {why}, before it was computed over all ranks")
     except Exception as problem:  # a user's objects may hold anything
         logger.debug("the metrics could not be marked: %s", problem)
     if not stage.failure:  # else a rank that waits here sees the record of it
@@ -97,18 +131,27 @@ def _roots(trainer: Trainer) -> dict[str, Any]:
     return roots
 
 
-def _leaves(roots: Mapping[str, Any], stage: Stage) -> list[Leaf]:
-    inner = {f"nested[{index}].{name}": root for index, guest in enumerate(stage.guests) for name, root in guest.items()}
-    return [leaf for leaf in find_leaves({**roots, **inner}) if leaf.may_sync]
+def _leaves(stage: Stage, trainer: Trainer | None) -> list[Leaf]:
+    """What a stage has to compute: its own metrics, unless its user keeps these, and those of the stages that ran inside it."""
+    roots = _roots(trainer) if trainer is not None and _computes(stage) else {}
+    found = {id(leaf.metric): leaf for leaf in find_leaves(roots) if leaf.may_sync}
+    return [*found.values(), *(leaf for key, leaf in stage.guests.items() if key not in found)]
 
 
-def _all_are_ready(ground: CommonGround, leaves: list[Leaf]) -> str:
+def _computes(stage: Stage) -> bool:
+    """Whether its user has its metrics computed. With ``"never"`` the group is there when they are asked."""
+    config = stage.claim.config
+    return config.compute_metrics and DestroyPolicy.NEVER not in config.policies
+
+
+def _all_are_ready(ground: CommonGround, stage: Stage, leaves: list[Leaf]) -> str:
     """Why there is no exchange, most likely since a rank does not come to it; empty if all do."""
     if ground.group is None:
         ground.team.hands.keep_down(ground.number, "has lost its process group")
         return "the process group has ended before"
     if not leaves:
-        ground.team.hands.keep_down(ground.number, "has no metrics")
+        words = "has no metrics" if _computes(stage) else "leaves its metrics alone (`metrics='keep'`, or `destroy='never'`)"
+        ground.team.hands.keep_down(ground.number, words)
         return "there are none"
     updated = any(leaf.updates for leaf in leaves)
     return ground.team.hands.raise_hand(ground.number, updated, ground.timeout, ground.check)
@@ -155,7 +198,8 @@ def _unfit(place: str, told: list[dict[str, Told]]) -> str:
     """Why a metric can not be computed over all ranks; empty if it can."""
     without = [rank for rank, of_rank in enumerate(told) if place not in of_rank]
     if without:
-        return f"rank {', '.join(map(str, without))} does not have it"
+        ranks = ", ".join(map(str, without))
+        return f"ranks {ranks} do not have it" if len(without) > 1 else f"rank {ranks} does not have it"
     each = [of_rank[place] for of_rank in told]
     for rank, one in enumerate(each):
         if one.problem:
@@ -201,6 +245,7 @@ def _service(offer: Offer, parts: list[States]) -> Callable[..., None]:
     def serve(*_: Any, **__: Any) -> None:
         if offer.leaf.running is None and not offer.leaf.is_unchanged_since(offer.references):
             raise PGroupError("its states change while it, or a metric around it, computes")
+        offer.references = offer.leaf.put_aside()
         put_states(offer.leaf.metric, merge(offer.leaf.metric, parts))
 
     return serve

@@ -73,11 +73,17 @@ def is_saving() -> bool:
 def _watched(start: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(start)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = start(self, *args, **kwargs)
-        # The plugin returns nothing, but works off its queue in turn: what is queued now is done when all before it is.
-        future = result if isinstance(result, Future) else self._executor.submit(_nothing)
-        _in_flight()  # forgets those that are done, with all that they hold
-        _saves.append((os.getpid(), future, _name(args, kwargs)))
+        result = None
+        try:
+            result = start(self, *args, **kwargs)
+        finally:
+            # The plugin returns nothing, and may raise what an earlier save has raised after it has queued this one. It works
+            # off its queue in turn: what is queued now is done when all before it is.
+            queue = None if isinstance(result, Future) else getattr(self, "_executor", None)
+            future = result if queue is None else queue.submit(_nothing)
+            _in_flight()  # forgets those that are done, with all that they hold
+            if future is not None:
+                _saves.append((os.getpid(), future, _name(args, kwargs)))
         return result
 
     wrapper._lightning_pgroup = True  # type: ignore[attr-defined]

@@ -56,8 +56,8 @@ class StageCall:
             run_shielded(enter, "enter")
             result = self._function(*args, **kwargs)
             if os.getpid() == process:
-                if (trainer := self._trainer_with_metrics()) is not None:
-                    metrics.compute_before_the_end(lifecycle, stages[0], trainer, self._strategy.root_device)
+                if self._trainer is not None and not self._in_worker:  # those in a worker end with it
+                    metrics.compute_before_the_end(lifecycle, stages[0], self._trainer, self._strategy.root_device)
                 run_shielded(leave, "leave")  # in here, so that a signal right before it does not leave the stage open
             return result
         except BaseException as error:
@@ -69,20 +69,17 @@ class StageCall:
                 raise ends[0] from error
             raise
 
-    def _trainer_with_metrics(self) -> Trainer | None:
-        """The Trainer whose metrics it has to look after: those in a worker end with it."""
-        return self._trainer if self._strategy.claim().config.compute_metrics and not self._in_worker else None
-
     def _leave(self, lifecycle: Lifecycle, stage: Stage, error: BaseException) -> BaseException:
         """End a stage that raised; returns what it is to raise."""
         hook, is_tuner = failing_hook(error), isinstance(error, TunerExitException)
         if stage.claim.terminated and not isinstance(error, SIGTERMException):
             # The group was dropped when the signal arrived; what followed from that is not what ends this rank.
             error = SIGTERMException()
-        trainer = self._trainer_with_metrics()
-        ground = None if trainer is None else lifecycle.common_ground(stage)
+        trainer, ground = None if self._in_worker else self._trainer, lifecycle.common_ground(stage)
+        if trainer is not None:
+            metrics.hand_on(lifecycle, stage, trainer, self._strategy.root_device)
         lifecycle.leave(stage, error, tuner_exit=is_tuner, hook=hook)
-        if trainer is not None and ground is not None:
+        if trainer is not None:
             metrics.after_failure(ground, stage, trainer, "was left by a tuner" if is_tuner else f"raised {describe(error)}")
         return error
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Callback
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
@@ -385,3 +385,33 @@ def test_an_interrupt_ends_the_wait():
         run_shielded(lambda: asked.append(wait_until(condition, BOUND)), "test")
     assert asked[-1] is False
     assert time.monotonic() - start < 10
+
+
+def test_a_save_that_is_queued_behind_one_that_has_failed_is_waited_for():
+    """The plugin raises what the first one has raised, but only after it has queued the second one."""
+    begun, release, fail = threading.Event(), threading.Event(), threading.Event()
+
+    class Disk(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            if path == "first":
+                fail.wait()
+                raise OSError("no space")
+            begun.set()
+            release.wait()
+
+    saves.watch_saves()
+    plugin = AsyncCheckpointIO(Disk())
+    plugin.save_checkpoint({}, "first")
+    fail.set()
+    assert wait_until(lambda: plugin._error is not None, BOUND)
+    with pytest.raises(OSError, match="no space"):
+        plugin.save_checkpoint({}, "second")
+    try:
+        assert begun.wait(20)
+        unfinished, _ = finish_saves(timedelta(seconds=0.1))
+        assert "checkpoint 'second'" in unfinished
+    finally:
+        release.set()
+    assert finish_saves(BOUND)[0] == ""
+    with pytest.raises(OSError, match="no space"):
+        plugin.teardown()
