@@ -25,7 +25,7 @@ from lightning_pgroup.config import Duration, LifecycleConfig, check_backend, pa
 from lightning_pgroup.errors import PGroupError
 from lightning_pgroup.group_request import LIGHTNING_TIMEOUT
 from lightning_pgroup.lightning_private import default_backend_for_device
-from lightning_pgroup.policy import OnError, OnMismatch, Ownership
+from lightning_pgroup.policy import OnErrorName, OnMismatchName, Ownership
 from lightning_pgroup.process_state import ProcessState, process_state
 from lightning_pgroup.script_rank import find_place
 from lightning_pgroup.signature import GroupSignature, describe_options
@@ -47,8 +47,8 @@ def process_group(
     device_id: torch.device | str | int | None = None,
     destroy_timeout: Duration = 30.0,
     rendezvous_timeout: Duration | None = None,
-    on_error: str | OnError | None = None,
-    on_mismatch: str | OnMismatch = "recreate",
+    on_error: OnErrorName | None = None,
+    on_mismatch: OnMismatchName = "recreate",
 ) -> "ProcessGroupBlock":
     """A default process group for a ``with`` block, or for each call of a function that this decorates.
 

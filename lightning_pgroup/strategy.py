@@ -19,7 +19,15 @@ from typing_extensions import override
 
 from lightning_pgroup.claim import Claim, GroupRequest
 from lightning_pgroup.collectives import collective
-from lightning_pgroup.config import Duration, check_backend, check_ddp_arguments, parse_config, parse_duration
+from lightning_pgroup.config import (
+    Duration,
+    MetricsName,
+    check_backend,
+    check_ddp_arguments,
+    parse_config,
+    parse_devices,
+    parse_duration,
+)
 from lightning_pgroup.group_definitions import Ranks
 from lightning_pgroup.group_names import GroupNames
 from lightning_pgroup.group_request import request_group
@@ -27,7 +35,7 @@ from lightning_pgroup.heirs import holders_follow
 from lightning_pgroup.lent_parts import LentParts
 from lightning_pgroup.lightning_private import get_rank_zero_rank, in_error_handling, reset_seed, set_rank_zero_rank
 from lightning_pgroup.multiprocessing_launcher import PGroupMultiProcessingLauncher
-from lightning_pgroup.policy import DestroyPolicy, OnError, OnMismatch
+from lightning_pgroup.policy import OnErrorName, OnMismatchName, PolicyName
 from lightning_pgroup.process_state import existing_process_state, process_state
 from lightning_pgroup.records import LifecycleEvent
 from lightning_pgroup.subprocess_launcher import PGroupSubprocessLauncher
@@ -41,18 +49,21 @@ class PGroupDDPStrategy(GroupNames, LentParts):
     """``DDPStrategy`` that owns the default process group: it creates it, and destroys it by an explicit policy.
 
     Args:
-        accelerator: As for ``DDPStrategy``; so are all arguments down to ``start_method``.
-        parallel_devices: See there.
-        cluster_environment: See there.
-        checkpoint_io: See there.
-        precision_plugin: See there.
-        ddp_comm_state: See there.
-        ddp_comm_hook: See there.
-        ddp_comm_wrapper: See there.
-        model_averaging_period: See there.
-        process_group_backend: See there.
-        timeout: Bound of each collective; seconds or a ``timedelta``; ``None`` is torch's default for the backend.
-        start_method: See there.
+        accelerator: The accelerator; by default that of the Trainer.
+        parallel_devices: The devices of the ranks on this node, or their names; by default those of the Trainer.
+        cluster_environment: Who starts the ranks, and where they meet; by default what Lightning finds.
+        checkpoint_io: How checkpoints are written and read.
+        precision_plugin: The precision; by default that of the Trainer.
+        ddp_comm_state: What a hook for the communication of DDP keeps between its calls.
+        ddp_comm_hook: Such a hook, in place of the mean of the gradients.
+        ddp_comm_wrapper: Wraps such a hook.
+        model_averaging_period: After how many steps a model averager works, which post-local SGD needs.
+        process_group_backend: Name of the backend, such as ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``; by default that
+            of the device.
+        timeout: Bound of each collective: seconds, a ``timedelta``, or the text of one such as ``"0:10:00"``; ``None`` is the
+            default of torch for the backend.
+        start_method: How Lightning starts the other ranks: ``"popen"`` runs the script again for each, the others make
+            processes for each stage.
         destroy: When the group ends: ``"on_teardown"`` (at the end of each stage), ``"per_trainer"`` (when another Trainer
             starts a stage), ``"on_destructor"`` (when the last strategy that used it is collected or closed),
             ``"on_error"`` (when a stage raises), ``"at_exit"``, ``"never"``; or a list: whichever comes first.
@@ -60,10 +71,10 @@ class PGroupDDPStrategy(GroupNames, LentParts):
             ``"destroy"`` or ``"keep"``. The default is ``"abort"``, for ``destroy="never"`` it is ``"keep"``.
         on_mismatch: What happens when the living group is another than the one a stage asks for: ``"recreate"``,
             ``"reuse"`` (with a warning) or ``"error"``.
-        destroy_timeout: How long an orderly destroy may take, seconds or a ``timedelta``; then the group is aborted. It first
-            waits for checkpoints that are being written in the background.
-        rendezvous_timeout: How long to wait at the start of a stage for ranks that do not come, seconds or a ``timedelta``;
-            ``None`` takes the group's ``timeout``.
+        destroy_timeout: How long an orderly destroy may take, in the same forms; then the group is aborted. It first waits for
+            checkpoints that are being written in the background.
+        rendezvous_timeout: How long to wait at the start of a stage for ranks that do not come, in the same forms; ``None``
+            takes the group's ``timeout``.
         init_method: ``"file://…"``, ``"tcp://…"`` or ``"env://"``: where the ranks meet, instead of the launcher's way.
         pg_options: Options of the backend, as ``torch.distributed.init_process_group`` takes them.
         groups: Named groups: lists of ranks by name, such as ``{"pairs": [[0, 1], [2, 3]]}``; see :meth:`group`.
@@ -81,7 +92,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
     def __init__(
         self,
         accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
+        parallel_devices: list[torch.device] | list[str] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -93,15 +104,15 @@ class PGroupDDPStrategy(GroupNames, LentParts):
         timeout: Duration | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         *,
-        destroy: str | DestroyPolicy | Iterable[str | DestroyPolicy] = "per_trainer",
-        on_error: str | OnError | None = None,
-        on_mismatch: str | OnMismatch = "recreate",
+        destroy: PolicyName | Iterable[PolicyName] = "per_trainer",
+        on_error: OnErrorName | None = None,
+        on_mismatch: OnMismatchName = "recreate",
         destroy_timeout: Duration = 30.0,
         rendezvous_timeout: Duration | None = None,
         init_method: str | None = None,
         pg_options: Any = None,
         groups: Mapping[str, Ranks] | None = None,
-        metrics: str = "compute",
+        metrics: MetricsName = "compute",
         **ddp_kwargs: Any,
     ) -> None:
         self._config = parse_config(
@@ -122,7 +133,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
         self._define_groups(groups, ddp_kwargs.get("process_group"))
         super().__init__(
             accelerator=accelerator,
-            parallel_devices=parallel_devices,
+            parallel_devices=parse_devices(parallel_devices),
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
