@@ -16,6 +16,7 @@ from lightning_pgroup.errors import (
     StrategyClosedError,
     WorldSizeError,
 )
+from lightning_pgroup.lifecycle_logger import LifecycleLogger
 from lightning_pgroup.public import destroy_process_group
 from lightning_pgroup.records import LifecycleEvent
 from lightning_pgroup.registry import register_strategies
@@ -26,6 +27,7 @@ __all__ = [
     "GroupLostError",
     "GroupMismatchError",
     "LifecycleEvent",
+    "LifecycleLogger",
     "NoGroupError",
     "NotInGroupError",
     "PGroupDDPStrategy",

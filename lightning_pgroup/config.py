@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from lightning_pgroup.policy import (
     parse_on_mismatch,
     parse_policies,
 )
+from lightning_pgroup.record_file import parse_record
 
 _SET_BY_LIGHTNING = frozenset({"module", "device_ids"})
 _DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "kwargs"}
@@ -52,6 +54,7 @@ class LifecycleConfig:
     init_method: str | None
     pg_options: Any
     compute_metrics: bool = True
+    record: str | None = None
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -69,6 +72,7 @@ def parse_config(
     init_method: str | None,
     pg_options: Any,
     metrics: str = COMPUTE,
+    record: str | os.PathLike[str] | None = None,
 ) -> LifecycleConfig:
     """Check the arguments of a strategy against each other. Touches neither network nor processes.
 
@@ -86,6 +90,7 @@ def parse_config(
         init_method=_parse_init_method(init_method),
         pg_options=_check_options(pg_options),
         compute_metrics=_parse_metrics(metrics),
+        record=parse_record(record),
     )
 
 

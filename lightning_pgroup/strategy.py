@@ -1,6 +1,7 @@
 """The strategy: Lightning's DDP, with an owner for the process group."""
 
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -80,6 +81,8 @@ class PGroupDDPStrategy(GroupNames, LentParts):
         groups: Named groups: lists of ranks by name, such as ``{"pairs": [[0, 1], [2, 3]]}``; see :meth:`group`.
         metrics: What happens to metrics of ``torchmetrics`` at the end of a stage: ``"compute"`` (computed over all ranks, so
             that their values stay right without the group) or ``"keep"`` (nothing).
+        record: A folder, or a file that ends in ``.jsonl``, to which each rank appends one JSON line for each thing that was
+            done with the group. What can not be written is said once in the log.
         **ddp_kwargs: Arguments of ``DistributedDataParallel``. ``process_group`` may be a name of ``groups``.
 
     Raises:
@@ -113,6 +116,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
         pg_options: Any = None,
         groups: Mapping[str, Ranks] | None = None,
         metrics: MetricsName = "compute",
+        record: str | os.PathLike[str] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         self._config = parse_config(
@@ -124,6 +128,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
             init_method=init_method,
             pg_options=pg_options,
             metrics=metrics,
+            record=record,
         )
         check_backend(process_group_backend)
         if start_method not in _START_METHODS:

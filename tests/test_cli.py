@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import os
 import re
 import typing
 from dataclasses import replace
@@ -16,6 +17,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_pgroup import PGroupDDPStrategy
 from lightning_pgroup.config import MetricsName
 from lightning_pgroup.policy import DestroyPolicy, OnError, OnErrorName, OnMismatch, OnMismatchName, PolicyName
+from lightning_pgroup.record_file import read_records
 from tests.models import TinyData, TinyModel, whats
 from tests.ranks import run_ranks
 
@@ -53,6 +55,7 @@ init_method: null
 pg_options: {class_path: tests.cli_parts.Options, init_args: {threads: 3}}
 groups: {pair: [[0, 1]], alone: [1]}
 metrics: keep
+record: records.jsonl
 find_unused_parameters: true
 process_group: pair
 """
@@ -90,6 +93,7 @@ def test_every_argument_in_yaml_trains_on_two_ranks(tmp_path):
     config = configure(tmp_path, ours({**arguments, "timeout": "0:10:00"}), devices=2)
 
     def job(rank):
+        os.chdir(tmp_path)
         cli, _, err = build("fit", config, run=True)
         strategy = cli.trainer.strategy
         options, config_of = strategy._config.pg_options._threads, replace(strategy._config, pg_options=None)
@@ -103,6 +107,7 @@ def test_every_argument_in_yaml_trains_on_two_ranks(tmp_path):
         assert config_of.rendezvous_timeout == timedelta(days=1, seconds=7)
         assert (options, config_of.compute_metrics) == (3, False)
         assert sorted(groups) == ["alone", "pair"]
+        assert len(read_records(tmp_path / "records.jsonl")) == 4
         assert (kwargs["find_unused_parameters"], kwargs["process_group"]) == (True, "pair")
 
 
