@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from lightning_pgroup.record_file import read_records
 from tests.scripts import ROOT, finish, start_command
 
 pytestmark = pytest.mark.scripts
@@ -20,4 +21,7 @@ def test_the_script_with_its_configuration(tmp_path):
     assert done.code == 0, done.err
     (saved,) = tmp_path.glob("lightning_logs/*/config.yaml")
     assert "destroy: at_exit" in saved.read_text()
+    assert {(one["rank"], one["what"]) for one in read_records(tmp_path / "records")} == {
+        (rank, what) for rank in range(2) for what in ("created", "destroyed")
+    }
     assert "timeout: 0:10:00" in saved.read_text() or "timeout: 600" in saved.read_text()
