@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 _hurry = False
+_shield = threading.local()
 _SLICE = 0.05
 _PAUSE = 0.01
 
@@ -124,6 +125,7 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
     """
     global _hurry
     interrupts: tuple[BaseException, ...] = ()
+    later: list[Callable[[], object]] = []
     call: _Call | None = None
     on_main_thread: bool | None = None
     over = False
@@ -133,7 +135,7 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
                 on_main_thread = threading.current_thread() is threading.main_thread()
             if not on_main_thread:
                 break
-            call = call or _Call(function)
+            call = call or _Call(lambda: _run_below_shield(function, later))
             call.start(name)
             while not call.done:
                 call.wait(_SLICE)
@@ -145,6 +147,29 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
         function()
         return
     _hurry = False  # or a later destroy, with no interrupt of its own, would not be waited for
+    for work in later:
+        work()
     if interrupts:
         raise interrupts[0]
     call.finish()
+
+
+def do_after_shield(work: Callable[[], object]) -> bool:
+    """Do ``work`` on the thread that waits for the shielded call on this one, after it. For what may need locks of that thread.
+
+    Returns:
+        Whether there is such a call; if not, nothing happens.
+    """
+    later: list[Callable[[], object]] | None = getattr(_shield, "later", None)
+    if later is None:
+        return False
+    later.append(work)
+    return True
+
+
+def _run_below_shield(function: Callable[[], None], later: list[Callable[[], object]]) -> None:
+    before, _shield.later = getattr(_shield, "later", None), later
+    try:
+        function()
+    finally:
+        _shield.later = before

@@ -85,6 +85,8 @@ def process_group(
         ValueError: A wrong or contradictory value; the message lists the right ones.
         TypeError: A value of the wrong kind.
     """
+    if callable(backend):
+        raise TypeError("`process_group` is called before it decorates: write `@process_group()`.")
     config = parse_config(
         destroy="on_teardown",
         on_error=on_error,

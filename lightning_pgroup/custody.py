@@ -5,13 +5,14 @@ import weakref
 from datetime import timedelta
 
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pgroup import c10d, record_file, records
 from lightning_pgroup.bounded import run_shielded
 from lightning_pgroup.claim import Claim, Stage
 from lightning_pgroup.destroy import end_sub_group
 from lightning_pgroup.errors import PGroupError
-from lightning_pgroup.graveyard import Graveyard
+from lightning_pgroup.graveyard import Graveyard, Wrapper
 from lightning_pgroup.group import OwnedGroup
 from lightning_pgroup.policy import Action, Event, Ownership, action_for, reason
 from lightning_pgroup.records import LifecycleEvent
@@ -43,6 +44,7 @@ class Custody:
         self.trainer: weakref.ref[object] | None = None
         self.trainer_number: int | None = None
         self._inherited = inherited
+        self._wrappers: list[Wrapper] = []
 
     def ownership(self) -> Ownership:
         """Whose the default group of this process is right now."""
@@ -127,6 +129,14 @@ class Custody:
         """
         run_shielded(lambda: self._end(why, stage, by, abort, timeout), "end")
 
+    def hold_for(self, wrapper: DistributedDataParallel) -> None:
+        """A strategy has built a DDP wrapper. In a default group of other code nobody else remembers it."""
+        if self.current is not None and self.current.is_alive():
+            self.current.hold_for(wrapper)
+        else:
+            self._wrappers = [one for one in self._wrappers if one() is not None]
+            self._wrappers.append(weakref.ref(wrapper))
+
     def end_sub_group(self, group: ProcessGroup, timeout: timedelta, *, in_use: bool) -> None:
         """End one sub-group of whatever default group there is. Local, bounded by ``timeout``; shielded as :meth:`end`.
 
@@ -139,6 +149,7 @@ class Custody:
             PGroupError: One does.
         """
         wrappers = [] if self.current is None else self.current.wrappers_of(group)
+        wrappers += [one for one in self._wrappers if (wrapper := one()) is not None and wrapper.process_group is group]
         if wrappers and in_use:
             raise PGroupError(
                 f"`DistributedDataParallel` reduces gradients over the group {group.group_name!r} in the stage that is running."

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
+from numbers import Integral
 from typing import Any
 
 from lightning_pgroup.config import Duration, check_backend, parse_duration
@@ -126,7 +127,7 @@ def parse_group(
                     " Give one of the lists a name of its own."
                 )
             seen[rank] = number
-    check_backend(backend)
+    check_backend(backend, "backend")
     return GroupDefinition(
         name=name,
         lists=tuple(sorted(lists)),
@@ -139,9 +140,12 @@ def find(definitions: Mapping[str, GroupDefinition], name: object, what: str) ->
     """The definition of a name.
 
     Raises:
+        TypeError: It is no text.
         ValueError: There is none; the message lists those that there are.
     """
-    if not isinstance(name, str) or name not in definitions:
+    if not isinstance(name, str):
+        raise TypeError(f"{what} takes the name of a group, got {name!r}.")
+    if name not in definitions:
         known = ", ".join(map(repr, definitions)) or "none is defined"
         raise ValueError(
             f"{what} names the group {name!r}, which is not there: {known}. Define it by `groups={{{name!r}: [[0, 1], ...]}}`"
@@ -153,16 +157,17 @@ def find(definitions: Mapping[str, GroupDefinition], name: object, what: str) ->
 def _parse_list(where: str, ranks: Any) -> tuple[int, ...]:
     found = _items(where, ranks, "ranks")
     for number, rank in enumerate(found):
-        if isinstance(rank, bool) or not isinstance(rank, int):
+        if isinstance(rank, bool) or not isinstance(rank, Integral):
             raise TypeError(f"`{where}[{number}]` must be a rank, a whole number, got {rank!r}.")
         if rank < 0:
             raise ValueError(f"`{where}[{number}]` must be a rank, 0 or more, got {rank!r}.")
         if rank in found[:number]:
             raise ValueError(f"`{where}` has rank {rank} twice: {found!r}.")
-    return tuple(sorted(found))
+    return tuple(sorted(map(int, found)))
 
 
 def _items(where: str, values: Any, what: str) -> list[Any]:
+    values = values.tolist() if hasattr(values, "tolist") else values  # tensors and arrays
     if not _is_list(values):
         raise TypeError(f"`{where}` must be a list of {what}, got {values!r}.")
     found = list(values)

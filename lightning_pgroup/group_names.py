@@ -38,6 +38,7 @@ class GroupNames(DDPStrategy):
 
         Raises:
             ValueError: An unknown name; the message lists those that there are.
+            TypeError: No name.
             NotInGroupError: This rank is in none of its lists. The others do not notice.
             NoGroupError: There is no living default group: before the first stage, after a failure, after its end.
             PGroupError: A member did not come in time, or has failed.
@@ -129,6 +130,8 @@ class GroupNames(DDPStrategy):
             TypeError: A value of the wrong kind.
         """
         self._groups = parse_groups(groups)
+        if not (process_group is None or isinstance(process_group, (str, ProcessGroup))):
+            raise TypeError(f"`process_group` must be the name of a group, or a process group, got {process_group!r}.")
         if isinstance(process_group, str):
             find(self._groups, process_group, "`process_group`")
 

@@ -111,7 +111,7 @@ def _kind(kind: type) -> tuple[tuple[str, ...], str, Callable[[Any, str, Process
 
 def _attributes(one: object) -> Iterator[tuple[str, Any]]:
     """The attributes that ``one`` itself has. Asks no property, since that may do anything."""
-    yield from getattr(one, "__dict__", {}).items()
+    yield from list(getattr(one, "__dict__", {}).items())  # a thread of its own may change them meanwhile
     for base in type(one).__mro__:
         for name, slot in vars(base).items():
             if inspect.ismemberdescriptor(slot):

@@ -24,7 +24,7 @@ from lightning_pgroup.membership import Membership
 from lightning_pgroup.notices import Notices
 from lightning_pgroup.policy import DestroyPolicy, Event, OnError, Ownership, reason
 from lightning_pgroup.saves import is_saving, watch_saves
-from lightning_pgroup.turns import Turns
+from lightning_pgroup.turns import Turns, in_turn
 
 RELEASE_TIMEOUT = timedelta(seconds=1)
 """How long the end of a process waits for the destructors of groups that it has aborted."""
@@ -49,7 +49,6 @@ class Lifecycle:
         self._notices = Notices(self._custody, membership)
         self._acquisition = Acquisition(self._custody, membership, self._notices)
         self._turns = Turns()
-        self._exclusive = self._turns.take
         self._has_run = False
         self._stages: list[Stage] = []
         self._pending: list[tuple[Event, str]] = []
@@ -81,6 +80,7 @@ class Lifecycle:
         request, current = stage.request(), self._custody.current
         return replace(request, signature=current.signature) if current is not None and current.is_alive() else request
 
+    @in_turn
     def enter(
         self,
         claim: Claim,
@@ -96,19 +96,18 @@ class Lifecycle:
         Raises:
             StrategyClosedError: The strategy was closed.
         """
-        with self._exclusive():
-            self.check_open(claim, name)
-            watch_saves()
-            self._finish_pending()
-            if not self._stages:
-                self._custody.graveyard.clear()
-            stage = Stage(claim, name, None if trainer is None else weakref.ref(trainer), request, number, is_block)
-            self._stages.append(stage)
-            claim.running += 1
-            claim.is_rank = True
-            self._has_run = self._has_run or not is_block
-            claim.failed = claim.pending = claim.terminated = False
-            return stage
+        self.check_open(claim, name)
+        watch_saves()
+        self._finish_pending()
+        if not self._stages:
+            self._custody.graveyard.clear()
+        stage = Stage(claim, name, None if trainer is None else weakref.ref(trainer), request, number, is_block)
+        self._stages.append(stage)
+        claim.running += 1
+        claim.is_rank = True
+        self._has_run = self._has_run or not is_block
+        claim.failed = claim.pending = claim.terminated = False
+        return stage
 
     def check_open(self, claim: Claim, name: str) -> None:
         """Refuse a stage of a closed strategy.
@@ -165,11 +164,12 @@ class Lifecycle:
             return None
         return CommonGround(team, stage, self._custody.current if self.generation is not None else None)
 
+    @in_turn
     def discard(self, stage: Stage, why: str) -> None:
         """Drop the group at once, since others may wait in it for this rank. Local; the next stage gets a new one."""
-        with self._exclusive():
-            self._custody.end(why, stage=stage.name, by=stage.claim, abort=True)
+        self._custody.end(why, stage=stage.name, by=stage.claim, abort=True)
 
+    @in_turn
     def leave(self, stage: Stage, error: BaseException | None = None, *, tuner_exit: bool = False, hook: str = "") -> None:
         """End a stage, whose function returned or raised. Local; bounded by ``destroy_timeout``.
 
@@ -181,47 +181,46 @@ class Lifecycle:
             hook: The hook in which it raised, as far as that is known.
         """
         claim, noun = stage.claim, "block" if stage.is_block else "stage"
-        with self._exclusive():
-            self._stages.remove(stage)
-            claim.running -= 1
-            nested = bool(self._stages)
-            if nested and self._stages[-1].acquired:
-                self._custody.use(self._stages[-1])  # the stage around it goes on using the group, by its own policies
-            if tuner_exit:
-                self._end_later(stage, Event.STAGE_END)
-            elif error is None:
-                between = "" if stage.trainer is not None else f"{reason(Event.STAGE_END)} (a collective between stages)"
-                why = "the block ended" if stage.is_block else between
-                self._custody.apply(Event.STAGE_END, stage=stage.name, in_use=nested, why=why)
-            else:
-                claim.failed = claim.config.on_error is not OnError.KEEP
-                why = f"the {noun} raised {describe(error)}"
-                # Who refuses a group, as all ranks do then, does not use it: it stays as it is.
-                refused = isinstance(error, GroupMismatchError) and not stage.acquired
-                try:
-                    if claim.failed and not nested:
-                        self._notices.tell_failure(stage, error, hook)
-                finally:
-                    self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested or refused, why=why, by=claim)
-                if not claim.failed:
-                    self._end_later(stage, Event.ERROR_HANDLED)
-            if not self._is_shared():
-                self._notices.leave_word(stage, error)
-            if stage.is_block:
-                self._custody.users.discard(claim)  # else a group that a strategy has lent it would be in use for ever
+        self._stages.remove(stage)
+        claim.running -= 1
+        nested = bool(self._stages)
+        if nested and self._stages[-1].acquired:
+            self._custody.use(self._stages[-1])  # the stage around it goes on using the group, by its own policies
+        if tuner_exit:
+            self._end_later(stage, Event.STAGE_END)
+        elif error is None:
+            between = "" if stage.trainer is not None else f"{reason(Event.STAGE_END)} (a collective between stages)"
+            why = "the block ended" if stage.is_block else between
+            self._custody.apply(Event.STAGE_END, stage=stage.name, in_use=nested, why=why)
+        else:
+            claim.failed = claim.config.on_error is not OnError.KEEP
+            why = f"the {noun} raised {describe(error)}"
+            # Who refuses a group, as all ranks do then, does not use it: it stays as it is.
+            refused = isinstance(error, GroupMismatchError) and not stage.acquired
+            try:
+                if claim.failed and not nested:
+                    self._notices.tell_failure(stage, error, hook)
+            finally:
+                self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested or refused, why=why, by=claim)
+            if not claim.failed:
+                self._end_later(stage, Event.ERROR_HANDLED)
+        if not self._is_shared():
+            self._notices.leave_word(stage, error)
+        if stage.is_block:
+            self._custody.users.discard(claim)  # else a group that a strategy has lent it would be in use for ever
 
+    @in_turn
     def terminate(self, claim: Claim) -> None:
         """The process was asked to end by SIGTERM: tell the others and drop the group, so that nobody waits (F28).
 
         Called in the signal handler. The stage goes on to its end or to the next collective, which raises.
         """
-        with self._exclusive():
-            stage = next((one for one in reversed(self._stages) if one.claim is claim), None)
-            if stage is None or claim.config.on_error is OnError.KEEP:  # none in a child that was forked inside one
-                return
-            claim.terminated = True
-            self._notices.tell_failure(stage, SystemExit("SIGTERM was received"), "")
-            self._custody.apply(Event.STAGE_ERROR, stage=stage.name, why="SIGTERM was received", by=claim)
+        stage = next((one for one in reversed(self._stages) if one.claim is claim), None)
+        if stage is None or claim.config.on_error is OnError.KEEP:  # none in a child that was forked inside one
+            return
+        claim.terminated = True
+        self._notices.tell_failure(stage, SystemExit("SIGTERM was received"), "")
+        self._custody.apply(Event.STAGE_ERROR, stage=stage.name, why="SIGTERM was received", by=claim)
 
     def finish(self, claim: Claim) -> None:
         """The Trainer tears down a stage of this strategy. Local, bounded by ``destroy_timeout``.
@@ -233,17 +232,19 @@ class Lifecycle:
             if self._custody.current is not None:
                 self._custody.current.release_holds()
             return
-        with self._exclusive():
-            if not self._stages:
-                self._custody.graveyard.clear()
-            if claim.pending:
-                claim.pending = False
-                self._finish_pending()
+        self._finish(claim)
+
+    @in_turn
+    def _finish(self, claim: Claim) -> None:
+        if not self._stages:
+            self._custody.graveyard.clear()
+        if claim.pending:
+            claim.pending = False
+            self._finish_pending()
 
     def hold_for(self, wrapper: DistributedDataParallel) -> None:
-        """A strategy has built a DDP wrapper around the group that we own; see :mod:`lightning_pgroup.graveyard`."""
-        if self._custody.current is not None:
-            self._custody.current.hold_for(wrapper)
+        """A strategy has built a DDP wrapper around a group; see :mod:`lightning_pgroup.graveyard`."""
+        self._custody.hold_for(wrapper)
 
     def release(self, groups: list[ProcessGroup]) -> None:
         """Let ended groups go that something has held until now. Local, never waits; the list is empty afterwards."""
@@ -277,10 +278,13 @@ class Lifecycle:
         """
         if claim.running:
             raise PGroupError("A strategy can not be closed while one of its own stages is running.")
-        with self._exclusive():
-            claim.closed = True
-            self._finish_pending()
-            self._give_up(claim, Event.STRATEGY_CLOSED)
+        self._close(claim)
+
+    @in_turn
+    def _close(self, claim: Claim) -> None:
+        claim.closed = True
+        self._finish_pending()
+        self._give_up(claim, Event.STRATEGY_CLOSED)
 
     def destroy(self, timeout: timedelta | None = None, *, foreign: bool = False) -> None:
         """End the group at a user's request; nothing happens without one. Local, bounded by ``timeout``.
@@ -296,25 +300,28 @@ class Lifecycle:
             innermost = self._stages[-1]
             advice = "it ends with that block" if innermost.is_block else "or use `destroy='on_teardown'`"
             raise PGroupError(f"{innermost.name!r} is running. Destroy the process group between stages, {advice}.")
-        with self._exclusive():
-            if self.ownership() is Ownership.FOREIGN:
-                if not foreign:
-                    raise PGroupError("The process group was created by other code, which has to destroy it.")
-                self._custody.notice_loss()
-                end_foreign(timeout or FOREIGN_TIMEOUT)
-                return
-            self._custody.drop_inherited()
-            self._finish_pending()
-            self._custody.apply(Event.USER_REQUEST, timeout=timeout)
+        self._destroy(timeout, foreign)
 
+    @in_turn
+    def _destroy(self, timeout: timedelta | None, foreign: bool) -> None:
+        if self.ownership() is Ownership.FOREIGN:
+            if not foreign:
+                raise PGroupError("The process group was created by other code, which has to destroy it.")
+            self._custody.notice_loss()
+            end_foreign(timeout or FOREIGN_TIMEOUT)
+            return
+        self._custody.drop_inherited()
+        self._finish_pending()
+        self._custody.apply(Event.USER_REQUEST, timeout=timeout)
+
+    @in_turn
     def destroy_sub_group(self, group: ProcessGroup, timeout: timedelta) -> None:
         """End one sub-group at a user's request; the default group lives on. Local, bounded by ``timeout``.
 
         Raises:
             PGroupError: The stage that is running trains with it.
         """
-        with self._exclusive():
-            self._custody.end_sub_group(group, timeout, in_use=bool(self._stages))
+        self._custody.end_sub_group(group, timeout, in_use=bool(self._stages))
 
     def watch(self, group: ProcessGroup) -> None:
         """A sub-group was made: see to it that a rank which waits in one of its collectives wakes up when another one fails."""
@@ -322,20 +329,20 @@ class Lifecycle:
         if current is not None and current.is_alive() and team is not None:
             current.watch(team.store, c10d.backends_of(group))
 
+    @in_turn
     def next_trainer(self, trainer: object) -> None:
         """A Trainer is about to start a stage in processes of its own, forked or spawned from this one."""
-        with self._exclusive():
-            if not self._stages:
-                self._finish_pending()
-                if self._custody.is_next_trainer(weakref.ref(trainer)):
-                    self._custody.apply(Event.NEXT_TRAINER)
+        if not self._stages:
+            self._finish_pending()
+            if self._custody.is_next_trainer(weakref.ref(trainer)):
+                self._custody.apply(Event.NEXT_TRAINER)
 
     def end_of_process(self, event: Event) -> None:
         """End the group because this process ends (``WORKER_END`` or ``EXIT``). Local, bounded by ``destroy_timeout``.
 
         A stage that still waits in another thread, which no exit can wait for, loses its group after :data:`LOCK_TIMEOUT`.
         """
-        with self._exclusive(LOCK_TIMEOUT):
+        with self._turns.take_at_the_end(LOCK_TIMEOUT):
             self._pending.clear()
             self._custody.apply(event)
             self._custody.graveyard.clear()

@@ -80,10 +80,13 @@ class Leaf:
 
         Raises:
             ValueError: Its group has ended.
+            TypeError: It has something else in its place, such as the name of one.
         """
         group = self.metric.process_group
         if group is None:
             return tuple(range(size))
+        if isinstance(group, str):
+            raise TypeError(f"its `process_group` is the text {group!r} and no group: give it `strategy.group({group!r})`")
         return () if isinstance(group, int) else tuple(dist.get_process_group_ranks(group))
 
     def references(self) -> States:

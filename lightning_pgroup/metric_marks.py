@@ -1,4 +1,4 @@
-"""What a metric remembers of a stage that has ended: that it is incomplete, or what all ranks had.
+"""What a metric remembers of a stage that has ended: that it is incomplete, that it was complete, or what all ranks had.
 
 The mark is the metric's own count of updates, of a kind that vanishes at the right moment by itself: ``reset()`` sets it to 0,
 and ``update()`` adds 1. It survives copies and pickles. The metric asks whether other ranks are there before it synchronises,
@@ -39,23 +39,28 @@ class LocalCount(int):
 
 
 class CompleteCount(int):
-    """The count of updates of a metric of which the states of all ranks are kept. With any further update it is a plain number.
+    """The count of updates of a metric that was computed over all ranks. With any further update it has missed that one.
 
     Args:
         count: The number of updates.
-        states: The states of all ranks as one.
+        later: What is wrong with its value after a further update, for the warning.
+        states: The states of all ranks as one, if it computes anew at each call; else its value is in its cache.
     """
 
-    states: States
+    later: str
+    states: States | None
 
-    def __new__(cls, count: int, states: States) -> "CompleteCount":
-        """A number with states."""
+    def __new__(cls, count: int, later: str, states: States | None) -> "CompleteCount":
+        """A number with a reason and states."""
         mark = super().__new__(cls, count)
-        mark.states = states
+        mark.later, mark.states = later, states
         return mark
 
-    def __getnewargs__(self) -> tuple[int, States]:  # type: ignore[override]
-        return int(self), self.states
+    def __getnewargs__(self) -> tuple[int, str, States | None]:  # type: ignore[override]
+        return int(self), self.later, self.states
+
+    def __add__(self, other: Any) -> Any:
+        return LocalCount(int(self) + other, self.later)
 
 
 class Memory:
@@ -75,7 +80,7 @@ class Memory:
         With the states of all ranks at hand it has to ask nobody, group or not, as with a value in its cache.
         """
         mark = self._metric._update_count
-        if isinstance(mark, CompleteCount):
+        if isinstance(mark, CompleteCount) and mark.states is not None:
             return True
         if self._ask():
             self.lift()
@@ -87,7 +92,7 @@ class Memory:
     def recall(self, *args: Any, **kwargs: Any) -> None:
         """For the metric, in place of a synchronisation: its states become those that all ranks had."""
         mark = self._metric._update_count
-        if isinstance(mark, CompleteCount):
+        if isinstance(mark, CompleteCount) and mark.states is not None:
             put_states(self._metric, mark.states)
         else:  # its user has asked for a synchronisation without asking whether others are there
             type(self._metric)._sync_dist(self._metric, *args, **kwargs)
@@ -121,15 +126,21 @@ def mark_local(leaves: Iterable[Leaf], why: str) -> None:
     for leaf in leaves:
         lift(leaf)
         if leaf.updates and not leaf.has_own_availability:
-            text = f"`compute()` of {leaf.place} gives the value of this rank only: {why}. Reset it before it is used again."
-            leaf.updates = LocalCount(leaf.updates, text)
+            leaf.updates = LocalCount(leaf.updates, _text(leaf, why))
             Memory(leaf.metric).install()
 
 
-def mark_complete(leaf: Leaf, states: States) -> None:
-    """Let ``compute()`` go on to give the value over all ranks, until the metric is updated or reset. Local."""
+def mark_complete(leaf: Leaf, later: str, states: States | None = None) -> None:
+    """Let ``compute()`` go on to give the value over all ranks, until the metric is updated or reset. Local.
+
+    Args:
+        leaf: The metric.
+        later: What has become of it if it is updated again, and asked without a group.
+        states: The states of all ranks, unless it has its value in its cache.
+    """
+    lift(leaf)
     if not leaf.has_own_availability:
-        leaf.updates = CompleteCount(leaf.updates, states)
+        leaf.updates = CompleteCount(leaf.updates, _text(leaf, later), states)
         Memory(leaf.metric).install()
 
 
@@ -144,6 +155,10 @@ def lift(leaf: Leaf) -> None:
     if isinstance(memory, Memory):
         memory.lift()
     leaf.updates = int(leaf.updates)
+
+
+def _text(leaf: Leaf, why: str) -> str:
+    return f"`compute()` of {leaf.place} gives the value of this rank only: {why}. Reset it before it is used again."
 
 
 def _at(metric: Metric, value: Any) -> Any:

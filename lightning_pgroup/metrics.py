@@ -52,13 +52,13 @@ def compute_before_the_end(lifecycle: Lifecycle, stage: Stage, trainer: Trainer,
     leaves: list[Leaf] = []
     try:
         leaves = _leaves(roots, stage)
-        refusal = _all_are_ready(ground, bool(leaves))
+        refusal = _all_are_ready(ground, leaves)
         if refusal:
             if leaves and ground.has_failed():
                 lifecycle.discard(stage, refusal)
             _miss(leaves, ground, refusal)
         elif leaves:
-            _compute(leaves, ground, device)
+            _compute(leaves, ground, device, _later(stage))
     except Exception as error:
         # Others may wait in a collective for this rank, and the group may be in the middle of one.
         why = f"the ranks could not exchange their metrics: {describe(error)}"
@@ -102,15 +102,16 @@ def _leaves(roots: Mapping[str, Any], stage: Stage) -> list[Leaf]:
     return [leaf for leaf in find_leaves({**roots, **inner}) if leaf.may_sync]
 
 
-def _all_are_ready(ground: CommonGround, has_metrics: bool) -> str:
-    """Which rank is not there for an exchange, and why; empty if all are."""
+def _all_are_ready(ground: CommonGround, leaves: list[Leaf]) -> str:
+    """Why there is no exchange, most likely since a rank does not come to it; empty if all do."""
     if ground.group is None:
         ground.team.hands.keep_down(ground.number, "has lost its process group")
         return "the process group has ended before"
-    if not has_metrics:
+    if not leaves:
         ground.team.hands.keep_down(ground.number, "has no metrics")
         return "there are none"
-    return ground.team.hands.raise_hand(ground.number, ground.timeout, ground.check)
+    updated = any(leaf.updates for leaf in leaves)
+    return ground.team.hands.raise_hand(ground.number, updated, ground.timeout, ground.check)
 
 
 def _keep_down(ground: CommonGround, why: str) -> None:
@@ -123,7 +124,11 @@ def _keep_down(ground: CommonGround, why: str) -> None:
     run_bounded(say, WORD_TIMEOUT, "hands")
 
 
-def _compute(leaves: list[Leaf], ground: CommonGround, device: torch.device) -> None:
+def _later(stage: Stage) -> str:
+    return f"it was updated after {stage.name!r} had ended, and there is no process group in which to ask the other ranks"
+
+
+def _compute(leaves: list[Leaf], ground: CommonGround, device: torch.device, later: str) -> None:
     size = ground.team.size
     offers = {one.told.place: one for one in (offer(leaf, size) for leaf in leaves)}
     told = tell(list(offers.values()), size, device)
@@ -136,10 +141,14 @@ def _compute(leaves: list[Leaf], ground: CommonGround, device: torch.device) -> 
         lift(one.leaf)
     ours = [one for one in chosen if not one.told.own_way]
     if ours:
-        _compute_gathered(ours, gather(ours, told, device), told, ground)
+        _compute_gathered(ours, gather(ours, told, device), told, ground, later)
     for one in chosen:
         if one.told.own_way:
             _compute_own_way(one.leaf, ground, device)
+    for place, one in offers.items():
+        complete = one.leaf.is_cached and not is_local(one.leaf) and not one.leaf.is_kept
+        if complete and not reasons[place] and any(of_rank[place].updates for of_rank in told):
+            mark_complete(one.leaf, later)
 
 
 def _unfit(place: str, told: list[dict[str, Told]]) -> str:
@@ -164,7 +173,7 @@ def _is_needed(place: str, told: list[dict[str, Told]]) -> bool:
 
 
 def _compute_gathered(
-    offers: list[Offer], gathered: list[dict[str, States]], told: list[dict[str, Told]], ground: CommonGround
+    offers: list[Offer], gathered: list[dict[str, States]], told: list[dict[str, Told]], ground: CommonGround, later: str
 ) -> None:
     """Compute each metric from the states of all ranks. Local: each rank may take its time, or fail, for itself."""
     served = []
@@ -183,7 +192,7 @@ def _compute_gathered(
             vars(leaf.metric).pop("_sync_dist", None)
     for leaf, parts in served:
         if leaf.is_kept:
-            _attempt(leaf, ground, lambda leaf=leaf, parts=parts: mark_complete(leaf, merge(leaf.metric, parts)))  # type: ignore[misc]
+            _attempt(leaf, ground, lambda leaf=leaf, parts=parts: mark_complete(leaf, later, merge(leaf.metric, parts)))  # type: ignore[misc]
 
 
 def _service(offer: Offer, parts: list[States]) -> Callable[..., None]:

@@ -105,9 +105,9 @@ def replace(node: Node, new: Any) -> None:
 
 
 def _inside_module(module: Module, node: Node) -> list[Node]:
-    attributes = module.__dict__
+    attributes = module.__dict__.copy()  # a user's thread may change it meanwhile; so may it each other dictionary
     children = attributes.get("_modules")
-    inner: list[Node] = [(child, node, name) for name, child in children.items() if child is not None] if children else []
+    inner: list[Node] = [(child, node, name) for name, child in list(children.items()) if child is not None] if children else []
     # A module's own attributes come first, and these are the most, since its constructor sets them before a user's can.
     pairs: Iterator[tuple[str, Any]] = islice(attributes.items(), _LAST_OWN, None)
     if next(pairs, _NOTHING)[0] != _OWN[-1]:
@@ -123,9 +123,9 @@ def _inside_module(module: Module, node: Node) -> list[Node]:
 def _inside_container(found: dict[Any, Any] | list[Any] | tuple[Any, ...], node: Node) -> list[Node]:
     if len(found) > CONTAINER_LIMIT:
         return []
-    pairs = found.items() if isinstance(found, dict) else enumerate(found)
+    pairs = list(found.items()) if isinstance(found, dict) else enumerate(found)
     return [(one, node, (key,)) for key, one in pairs if type(one) not in _LEAVES]
 
 
 def _inside_root(root: Any, node: Node) -> list[Node]:
-    return [(one, node, name) for name, one in getattr(root, "__dict__", _NONE).items() if type(one) not in _LEAVES]
+    return [(one, node, name) for name, one in list(getattr(root, "__dict__", _NONE).items()) if type(one) not in _LEAVES]

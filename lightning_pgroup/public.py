@@ -29,9 +29,14 @@ def destroy_process_group(group: ProcessGroup | None = None, timeout: Duration |
     Raises:
         PGroupError: A stage is running in the default group, or trains with the sub-group; or other code has created the
             default group and ``foreign`` is not set.
+        TypeError: Something else than a group, such as the name of one.
         ValueError: A timeout that is none.
     """
     limit = None if timeout is None else parse_duration("timeout", timeout)
+    if not isinstance(group, ProcessGroup) and group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
+        raise TypeError(
+            f"`group` must be a process group or None, got {group!r}. A named group is ended by `strategy.destroy_group(name)`."
+        )
     if group is not None and group is not c10d.default_group():
         if isinstance(group, ProcessGroup) and c10d.is_alive(group):
             process_state().lifecycle.destroy_sub_group(group, limit or DESTROY_TIMEOUT)

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_pgroup import payload
+from lightning_pgroup.log import get_logger
 
-logger = logging.getLogger("lightning_pgroup")
+logger = get_logger("lightning_pgroup")
 
 CREATED = "created"
 REUSED = "reused"

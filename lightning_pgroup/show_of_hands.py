@@ -3,9 +3,9 @@
 Keys, below the prefix of the run, for the stage that began with round ``r``:
 
 ==========================  ============================================================================================
-``hands/<r>/raised``        how many ranks have raised their hand
+``hands/<r>/raised``        how many ranks have raised their hand, and 2³² for each of them that has work for all
 ``hands/<r>/raised/<k>``    that rank ``k`` has, for messages
-``hands/<r>/outcome``       whether all have, or which rank has not and why; the first writer wins
+``hands/<r>/outcome``       whether all have, and for nothing, or which rank has not and why; the first writer wins
 ==========================  ============================================================================================
 
 A rank that raises no hand says so in one operation, and waits for nobody. Those that do raise theirs hear at once of one that
@@ -26,12 +26,14 @@ from lightning_pgroup.exceptions import describe
 from lightning_pgroup.key_waiter import KeyWaiter
 
 _PREFIX = "hands"
+_WORK = 1 << 32
 
 
 class _Outcome(TypedDict, total=False):
-    """That all ranks have raised their hand, or which has not, and why."""
+    """That all ranks have raised their hand, that they have nothing to do, or which rank has not raised its, and why."""
 
     all: bool
+    idle: bool
     without: int
     why: str
 
@@ -53,16 +55,17 @@ class ShowOfHands:
         self._waiter = waiter
         self._passed: list[int] = []
 
-    def raise_hand(self, number: int, timeout: timedelta, check: Callable[[], None]) -> str:
+    def raise_hand(self, number: int, has_work: bool, timeout: timedelta, check: Callable[[], None]) -> str:
         """Say that this rank is ready. Collective among the ranks that are; waits at most ``timeout`` for the others.
 
         Args:
             number: The round with which the stage began; equal on all ranks.
+            has_work: Whether this rank has something for all to do.
             timeout: How long to wait.
             check: Called ten times a second by a rank that waits; raises a ``PGroupError`` when another one has failed.
 
         Returns:
-            Which rank is not ready, and why; empty if all are.
+            Which rank is not ready, and why, or that no rank has work; empty if all are to begin.
 
         Raises:
             Exception: The store is gone, or has a value that no rank wrote.
@@ -70,8 +73,9 @@ class ShowOfHands:
         self._delete_passed(number)
         key = f"{_PREFIX}/{number}/outcome"
         self._store.set(f"{_PREFIX}/{number}/raised/{self._rank}", "1")
-        if self._store.add(f"{_PREFIX}/{number}/raised", 1) == self._size:
-            return self._settle(number, {"all": True})
+        raised = self._store.add(f"{_PREFIX}/{number}/raised", 1 + _WORK * has_work)
+        if raised % _WORK == self._size:
+            return self._settle(number, {"all": True} if raised >= _WORK else {"idle": True})
         with contextlib.suppress(PGroupError):  # what is written there then counts for all, whoever wrote it
             self._waiter.watch(
                 [key],
@@ -95,6 +99,8 @@ class ShowOfHands:
         outcome = payload.read(value, key, _Outcome)
         if outcome.get("all"):
             return ""
+        if outcome.get("idle"):
+            return "no rank has anything to do"
         if "without" in outcome and "why" in outcome and outcome["without"] < self._size:
             return f"rank {outcome['without']} {outcome['why']}"
         raise payload.garbled(key, "how a show of hands ended", value)

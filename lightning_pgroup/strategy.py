@@ -308,7 +308,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_claim": None}
+        return {**super().__getstate__(), "_claim": None, "_groups": dict(self._groups)}
 
     def _collective(self, name: str) -> AbstractContextManager[bool]:
         claim = self.claim()

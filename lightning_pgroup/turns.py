@@ -1,10 +1,15 @@
 """Turns: one operation on the group of this process at a time, and a place for what can not wait for its turn."""
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class Turns:
@@ -15,41 +20,36 @@ class Turns:
         self._depth = 0
         self._postponed: deque[Callable[[], None]] = deque()
 
-    @contextlib.contextmanager
-    def take(self, timeout: timedelta | None = None) -> Iterator[None]:
-        """One operation at a time; what was postponed meanwhile follows at its end.
+    def run(self, operation: Callable[[], _T]) -> _T:
+        """One operation at a time; what was postponed meanwhile follows at its end. A signal may end it.
 
-        Args:
-            timeout: Go on without the turn after this long, because the process ends.
-        """
-        locked = counted = False
-        try:
-            locked = self._lock.acquire(timeout=-1 if timeout is None else timeout.total_seconds())
-            self._depth += 1
-            counted = True
-            yield
-            self._catch_up()
-        finally:
-            if counted:
-                self._depth -= 1
-            if locked:
-                self._lock.release()
-
-    def run(self, operation: Callable[[], None]) -> None:
-        """The same as :meth:`take` for an operation that signals may end, as it may take long.
-
-        Only a ``with`` on the lock itself leaves no moment for one between taking the lock and being sure to give it back.
+        Only a ``with`` on the lock itself leaves no moment for one between taking the lock and being sure to give it back. A
+        main thread that kept it would wait for ever for the thread of a shielded call.
         """
         with self._lock:
             self._depth += 1
             try:
-                operation()
+                result = operation()
                 self._catch_up()
+                return result
             finally:
                 self._depth -= 1
 
+    @contextlib.contextmanager
+    def take_at_the_end(self, timeout: timedelta) -> Iterator[None]:
+        """The same, without the turn if it is not free after ``timeout``: for the end of the process, which no turn follows."""
+        locked = self._lock.acquire(timeout=timeout.total_seconds())
+        self._depth += 1
+        try:
+            yield
+            self._catch_up()
+        finally:
+            self._depth -= 1
+            if locked:
+                self._lock.release()
+
     def postpone(self, work: Callable[[], None], *, now: bool = True) -> None:
-        """Do ``work`` now, or right after the operation that has the turn. Never waits for the turn.
+        """Do ``work`` now, or right after the operation that has the turn, and does not wait for that.
 
         For what the garbage collector calls, at any moment and on any thread, in the middle of an operation too.
 
@@ -58,15 +58,26 @@ class Turns:
             now: Whether this thread may do it, if the turn is free; else it follows the next operation.
         """
         self._postponed.append(work)
-        if now and self._lock.acquire(blocking=False):
-            try:
-                if self._depth == 0:
-                    with self.take():
-                        pass
-            finally:
-                self._lock.release()
+        # Not by trying the lock: a signal right after that would leave it locked.
+        if now and self._depth == 0:
+            self.run(_nothing)
 
     def _catch_up(self) -> None:
         if self._depth == 1:
             while self._postponed:
                 self._postponed.popleft()()
+
+
+def in_turn(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a method of an object that has ``_turns`` be one operation, as by :meth:`Turns.run`."""
+
+    @functools.wraps(method)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        turns: Turns = args[0]._turns  # type: ignore[attr-defined]
+        return turns.run(lambda: method(*args, **kwargs))
+
+    return wrapper
+
+
+def _nothing() -> None:
+    pass

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torchmetrics import BootStrapper, ClasswiseWrapper, MeanMetric, MetricCollection, MetricTracker, MinMaxMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
-from torchmetrics.wrappers import Running
+from torchmetrics.wrappers import MultioutputWrapper, MultitaskWrapper, Running
 
 
 class Recorder(Callback):
@@ -36,6 +36,10 @@ def fill(model, callback, group):
     model.running = Running(SumMetric(process_group=group), window=2)
     model.minmax = MinMaxMetric(MeanMetric(process_group=group))
     model.classwise = ClasswiseWrapper(MulticlassAccuracy(num_classes=2, average=None, process_group=group))
+    model.both = SumMetric(process_group=group) + 2
+    model.tasks = MultitaskWrapper({"a": MeanMetric(process_group=group)})
+    model.outputs = MultioutputWrapper(MeanMetric(), 1)
+    model.outputs.metrics[0].process_group = group
     callback.norm = torch.nn.SyncBatchNorm(3, process_group=group)  # DDP takes a model that has one to GPUs only
     model.plain = group
     model.deep = [{"here": [group]}]
@@ -56,6 +60,9 @@ def fill(model, callback, group):
         "running": lambda: model.running.base_metric.process_group,
         "minmax": lambda: model.minmax._base_metric.process_group,
         "classwise": lambda: model.classwise.metric.process_group,
+        "both": lambda: model.both.metric_a.process_group,
+        "tasks": lambda: model.tasks.task_metrics["a"].process_group,
+        "outputs": lambda: model.outputs.metrics[0].process_group,
         "norm": lambda: callback.norm.process_group,
         "plain": lambda: model.plain,
         "deep": lambda: model.deep[0]["here"][0],

@@ -69,6 +69,12 @@ def test_a_sub_group_alone():
     run_ranks(job, size=1)
 
 
+@pytest.mark.parametrize("group", ["pairs", 5, [0, 1]])
+def test_what_is_no_group_is_an_error_and_no_silence(group):
+    with pytest.raises(TypeError, match=r"must be a process group or None, got .* `strategy\.destroy_group\(name\)`"):
+        destroy_process_group(group)
+
+
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "soon"])
 def test_a_timeout_that_is_none(timeout):
     with pytest.raises((ValueError, TypeError), match="timeout"):

@@ -95,6 +95,29 @@ def test_every_kind_of_holder_follows_over_three_generations(size, group_of):
         assert seen == [(number, [], {total}, total * number) for number in (1, 2, 3)]
 
 
+def test_holders_follow_in_every_kind_of_stage():
+    def job(rank):
+        strategy, model, seen = ours(2), TinyModel(), []
+        model.held = []
+
+        def start():
+            groups = [dist.group.WORLD, pairs(strategy)]
+            if not model.held:
+                model.held = [SumMetric(process_group=group) for group in groups]
+            seen.append((model.trainer.state.fn.value, [one.process_group for one in model.held] == groups))
+
+        model.on_train_start = model.on_validation_start = model.on_test_start = model.on_predict_start = start
+        for stage in ("fit", "validate", "test", "predict"):
+            quiet = {} if stage in ("fit", "predict") else {"verbose": False}
+            getattr(make_trainer(strategy, limit_predict_batches=1, limit_val_batches=1), stage)(
+                model, datamodule=TinyData(), **quiet
+            )
+        return seen, strategy.events[-1].generation
+
+    kinds = ["fit", "fit", "fit", "validate", "test", "predict"]  # a fit validates before it begins, and in its epoch
+    assert run_ranks(job) == [([(kind, True) for kind in kinds], 4)] * 2
+
+
 class CommState:
     """The state of a communication hook of a user's own."""
 

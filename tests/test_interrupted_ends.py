@@ -1,5 +1,8 @@
 """Signals, and exceptions that do not behave, while a stage begins or ends: nobody waits, and nothing is left half ended."""
 
+import contextlib
+import gc
+import logging
 import os
 import random
 import signal
@@ -11,10 +14,12 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from lightning_pgroup import PGroupDDPStrategy, bounded, group, process_group, stage_call
+from lightning_pgroup import PGroupDDPStrategy, bounded, group, process_group, stage_call, turns
 from lightning_pgroup.bounded import run_bounded, run_shielded
 from lightning_pgroup.gloo_interface import VARIABLE
+from lightning_pgroup.process_state import process_state
 from tests.faults import PATIENCE, Boom, attempt, fit, same, weights_of_a_fresh_process
+from tests.models import TinyData, TinyModel, make_trainer
 from tests.ranks import run_ranks
 
 
@@ -103,6 +108,77 @@ def test_a_signal_after_any_call_of_a_shielded_call_leaves_no_lock_locked():
         return place
 
     assert run_ranks(job, 1, deadline=30, check_leaks=False)[0] > 15
+
+
+@pytest.mark.parametrize("operation", ["close", "destroy", "collected", "destroy_sub_group"])
+def test_a_signal_at_any_moment_of_an_operation_leaves_the_turn_to_others(operation):
+    """What a user calls runs on the main thread, and what ends his stage afterwards does not."""
+
+    def job(rank):
+        lifecycle, claim = process_state().lifecycle, PGroupDDPStrategy().claim()
+        lifecycle._custody.end_sub_group = lambda *args, **kwargs: None
+        arguments = {"destroy": (), "destroy_sub_group": (None, timedelta(0))}.get(operation, (claim,))
+        place, interrupted = -1, True
+        while interrupted:
+            place, interrupted, events, ended = place + 1, False, 0, threading.Event()
+
+            def profile(frame, event, argument):
+                nonlocal events
+                if event in ("call", "c_return") and frame.f_code.co_filename in (turns.__file__, contextlib.__file__):
+                    events += 1
+                    if events > place:  # noqa: B023  # called in this round only
+                        sys.setprofile(None)
+                        raise Alarm
+
+            sys.setprofile(profile)
+            try:
+                getattr(lifecycle, operation)(*arguments)
+            except Alarm:
+                interrupted = True
+                other = threading.Thread(target=lambda: lifecycle.next_trainer(claim) or ended.set(), daemon=True)  # noqa: B023
+                other.start()
+                assert ended.wait(5), f"the turn is not free after an interrupt at place {place}"
+            finally:
+                sys.setprofile(None)
+            assert lifecycle._turns._depth == 0
+        return place
+
+    assert run_ranks(job, 1, deadline=30)[0] > 3
+
+
+@pytest.mark.parametrize("by", ["the collector", "SIGTERM"])
+def test_a_group_that_ends_in_the_middle_of_a_line_of_the_log(by):
+    """The thread on which it ends has something to log too, and the main thread has locked the handler."""
+
+    def job(rank):
+        class Busy(logging.Handler):
+            def emit(self, record):
+                if record.name == "user":
+                    gc.collect() if by == "the collector" else os.kill(os.getpid(), signal.SIGTERM)
+                else:
+                    said.append((record.getMessage().split(":")[0].split(" in ")[0], threading.current_thread().name))
+
+        said, handler = [], Busy()
+        logging.getLogger("lightning_pgroup").setLevel(logging.DEBUG)
+        strategy = PGroupDDPStrategy(destroy="on_destructor")
+        trainer = make_trainer(strategy, devices=1)
+        if by == "SIGTERM":
+            trainer.callbacks.append(Callback())
+            trainer.callbacks[-1].on_train_batch_start = lambda *args: logging.getLogger("user").warning("busy")
+        logging.getLogger().addHandler(handler)
+        try:
+            trainer.fit(TinyModel(), datamodule=TinyData())
+        except SystemExit:
+            said.append("ended")
+        del strategy, trainer
+        if by == "the collector":
+            logging.getLogger("user").warning("busy")
+        logging.getLogger().removeHandler(handler)
+        return said, dist.is_initialized()
+
+    said, left = run_ranks(job, 1, deadline=30)[0]
+    assert said
+    assert not left
 
 
 def test_a_signal_right_before_the_creation_of_a_group_leaves_no_variable_behind():

@@ -5,6 +5,7 @@ import copy
 import multiprocessing
 import pickle
 import time
+import warnings
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from lightning_pgroup.lightning_private import TunerExitException
 from lightning_pgroup.process_state import process_state
 from tests.faults import PATIENCE, Boom
 from tests.metric_fits import Feeds, Hook, fit, model_with, reports, warns
-from tests.models import TinyData, TinyModel, make_trainer, whats
+from tests.models import CountingModel, TinyData, TinyModel, make_trainer, whats
 from tests.ranks import run_ranks
 
 
@@ -66,12 +67,14 @@ def test_what_can_not_be_computed_is_reported_and_the_rest_is_right():
             after=MeanMetric(),
         )
         model.unsendable = [Unsendable()]
+        model.named = MeanMetric(process_group="pairs")
         names = ("before", "raising", "other", "cached", "after")
 
         def feed(model):
             for name in names:
                 getattr(model, name).update(float(rank))
             model.unsendable[0].update(1)
+            model.named.update(1.0)
             if rank == 1:
                 model.uneven.update(torch.tensor([1, 2]))
             if rank == 0:
@@ -97,12 +100,13 @@ def test_what_can_not_be_computed_is_reported_and_the_rest_is_right():
         reported = {line.split("] ", 1)[1].split(" was not")[0]: line for line in found}
         assert "rank 1 has another metric there" in reported["model.other"]
         assert "on rank 0, ValueError: a state has a function, which can not be sent" in reported["model.unsendable[0]"]
+        assert "TypeError: its `process_group` is the text 'pairs' and no group: give it `strategy" in reported["model.named"]
         assert said["raising"] == ((torch.tensor(1.0), True) if rank else (torch.tensor(0.5), False))
         if rank == 0:
-            assert reported.keys() == {"model.other", "model.unsendable[0]", "Only.metric"}
+            assert reported.keys() == {"model.other", "model.unsendable[0]", "model.named", "Only.metric"}
             assert "rank 1 does not have it" in reported["Only.metric"]
         else:
-            assert reported.keys() == {"model.other", "model.unsendable[0]", "model.raising", "model.uneven"}
+            assert reported.keys() == {"model.other", "model.unsendable[0]", "model.named", "model.raising", "model.uneven"}
             assert "its own synchronisation can not be trusted" in reported["model.uneven"]
             assert "its `compute` raised Boom: no value" in reported["model.raising"]
 
@@ -189,6 +193,63 @@ def test_after_an_abort_values_warn_until_reset_or_until_there_is_a_group_again(
         assert said["running"] == ((own, True), (own, True))
         assert inside == (torch.tensor(0.5), False, False)  # and nothing of ours is left on it
         assert later == [(torch.tensor(0.5), False), (torch.tensor(0.5), False), (torch.tensor(1.0), False)]
+
+
+def test_an_update_after_the_stage_is_missing_in_no_silence():
+    """The orderly destroy that comes after it is no collective, so that nothing can be computed there."""
+
+    def job(rank):
+        model = model_with(
+            mean=MeanMetric(),
+            cached=MeanMetric(),
+            running=RunningSum(window=2),
+            uncached=MeanMetric(compute_with_cache=False),
+            own=MeanMetric(dist_sync_fn=gather_all_tensors),
+            alone=MeanMetric(sync_on_compute=False),
+            asked=MeanMetric(),
+            reset=MeanMetric(),
+            first=MeanMetric(),
+        )
+        names = ("mean", "cached", "running", "uncached", "own", "alone")
+
+        def update(model):
+            for name in names:
+                getattr(model, name).update(float(rank))
+
+        def feed(model):
+            update(model)
+            model.asked.update(1.0)
+            model.reset.update(1.0)
+            model.cached.compute()
+
+        strategy = PGroupDDPStrategy()
+        trainer = make_trainer(strategy, callbacks=[Feeds(feed)])
+        trainer.fit(model, datamodule=TinyData())
+        after = {name: warns(getattr(model, name)) for name in (*names, "reset")}
+        update(model)
+        model.reset.reset()
+        for metric in (model.reset, model.first):
+            metric.update(4.0)
+        model.asked.update(2.0 * rank)
+        with_a_group = warns(model.asked)
+        strategy.destroy_process_group()
+        without = {name: warns(getattr(model, name)) for name in (*names, "asked", "reset", "first")}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pickle.loads(pickle.dumps(model.running)).compute()
+        trainer.test(CountingModel(), datamodule=TinyData(), verbose=False)
+        return after, with_a_group, without, [str(one.message) for one in caught], warns(model.running)
+
+    for rank, (after, with_a_group, without, texts, again) in enumerate(run_ranks(job)):
+        own = torch.tensor(float(rank))
+        assert not any(warned for _, warned in after.values())
+        assert with_a_group == without["asked"] == (torch.tensor(1.0), False)
+        silent = {"alone", "asked", "reset", "first"}
+        assert {name: warned for name, (_, warned) in without.items()} == {name: name not in silent for name in without}
+        assert [without[name][0] for name in ("mean", "cached", "own", "uncached")] == [own] * 4
+        assert without["running"][0] == 2 * own
+        assert texts[0].startswith("`compute()` of model.running gives the value of this rank only: it was updated after 'fit'")
+        assert again == (torch.tensor(2.0), False)
 
 
 def test_a_rank_without_metrics_waits_for_nobody():

@@ -88,6 +88,29 @@ def end(strategy, destroy):
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("destroy", ["on_teardown", "per_trainer"])
+def test_what_is_counted_over_three_generations_is_that_of_a_single_process(destroy):
+    """One model whose metrics nobody resets: each stage adds its data to what all ranks had before."""
+    wanted, single = [], metric_table.build()
+    for seed in range(GENERATIONS):
+        for rank in range(2):
+            feed(single, rank, SIZES[rank], seed)
+        wanted.append(values(single))
+
+    def job(rank):
+        model, wrong = Measured(rank, SIZES[rank], asks=False), []
+        for seed in range(GENERATIONS):
+            model.seed = seed
+            strategy = PGroupDDPStrategy(destroy=destroy)
+            make_trainer(strategy).fit(model, datamodule=TinyData())
+            wrong += [(seed, "after", name) for name in differing(values(model.metrics), wanted[seed])]
+            strategy.destroy_process_group()
+            wrong += [(seed, "without a group", name) for name in differing(values(model.metrics), wanted[seed])]
+        return wrong, process_state().lifecycle.highest_generation
+
+    assert run_ranks(job) == [([], GENERATIONS)] * 2
+
+
 def test_ranks_without_data_do_not_harm_the_others():
     """Torchmetrics itself aborts the process there: the pieces that the ranks send do not fit together."""
     sizes_of = [[], [6, 3, 2], [], [4]]

@@ -252,6 +252,27 @@ def test_a_metric_with_a_group_of_its_own_stays_within_that():
     assert some == (1101.0, 10.0, 1101.0, 1101.0)
 
 
+def test_the_order_is_the_same_on_all_ranks_however_they_hold_them():
+    """Those that synchronise themselves would meet in collectives that do not belong together."""
+
+    def job(rank):
+        sizes = {"one": 1, "two": 2, "three": 3}
+        model = TinyModel()
+        own = {name: CatMetric(dist_sync_fn=gather_all_tensors) for name in (sizes if rank else reversed(sizes))}
+        for name, metric in own.items():
+            setattr(model, name, metric)
+
+        def feed(model):
+            for name, size in sizes.items():
+                own[name].update(torch.full((size,), float(rank)))
+
+        fit(model, feed, timeout=20)
+        return {name: own[name].compute().tolist() for name in sizes}
+
+    for found in run_ranks(job, deadline=40):
+        assert found == {"one": [0, 1], "two": [0, 0, 1, 1], "three": [0, 0, 0, 1, 1, 1]}
+
+
 def test_a_stage_inside_another_leaves_its_metrics_to_that():
     def job(rank):
         inner = model_with(count=SumMetric())

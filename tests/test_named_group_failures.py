@@ -1,5 +1,6 @@
 """A rank that fails frees those who wait for it in a named group, or in its creation. And DDP over a named group."""
 
+import sys
 import threading
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from lightning_pgroup import PGroupDDPStrategy, RendezvousTimeoutError
+from lightning_pgroup import PGroupDDPStrategy, PGroupError, RendezvousTimeoutError
 from tests.backends import BLOCKING, BlockingGroup, register_blocking_backend
 from tests.faults import PATIENCE, Boom, attempt, fit, same, weights_of_a_fresh_process
 from tests.models import TinyData, TinyModel, make_trainer
@@ -171,6 +172,31 @@ def test_ddps_own_group_is_ended_between_stages():
         return strategy.generation
 
     assert run_ranks(job, deadline=30) == [1, 1]
+
+
+def test_ddps_own_group_in_a_group_of_other_code(tmp_path):
+    def job(rank):
+        kept, errors = [], []
+        strategy = PGroupDDPStrategy(groups={"all": [0, 1]}, process_group="all", timeout=20)
+
+        class Ends(Callback):
+            def on_train_batch_start(self, trainer, *args):
+                kept.append(trainer.strategy.model)
+                with pytest.raises(PGroupError, match=r"reduces gradients over the group .* Destroy it between stages"):
+                    trainer.strategy.destroy_group("all")
+                errors.append("refused")
+
+        hook = sys.excepthook
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        sys.excepthook = hook
+        for _ in range(2):
+            make_trainer(strategy, callbacks=[Ends()]).fit(TinyModel(), datamodule=TinyData())
+            strategy.destroy_group("all")
+            kept.clear()
+        dist.destroy_process_group()
+        return errors
+
+    assert run_ranks(job, deadline=30) == [["refused"] * 2] * 2
 
 
 def test_a_group_of_all_ranks_trains_as_no_group_does():

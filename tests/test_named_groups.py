@@ -1,5 +1,6 @@
 """Named groups: made on first use by their members only, the same in each generation, ended one by one."""
 
+import copy as copying
 import os
 import pickle
 import sys
@@ -81,6 +82,19 @@ def test_an_unknown_process_group_is_named_at_construction():
         PGroupDDPStrategy(process_group="pairs")
 
 
+@pytest.mark.parametrize("given", [["pairs"], [0, 1], PAIRS])
+def test_a_process_group_that_is_neither_a_name_nor_a_group(given):
+    with pytest.raises(TypeError, match="`process_group` must be the name of a group, or a process group, got"):
+        PGroupDDPStrategy(groups=PAIRS, process_group=given)
+
+
+@pytest.mark.parametrize("ranks", [range(2), torch.arange(2), torch.arange(2).numpy(), [torch.arange(2).numpy()]])
+def test_ranks_may_be_any_whole_numbers(ranks):
+    strategy = PGroupDDPStrategy(groups={"all": ranks})
+    assert strategy._groups == PGroupDDPStrategy(groups={"all": [0, 1]})._groups
+    assert [type(rank) for rank in strategy._groups["all"].lists[0]] == [int, int]
+
+
 def test_definitions_travel_with_the_strategy_and_nothing_else_does():
     strategy = PGroupDDPStrategy(groups=PAIRS)
     assert strategy.new_group("one", [3, 0], timeout=5) is None
@@ -94,8 +108,10 @@ def test_definitions_travel_with_the_strategy_and_nothing_else_does():
     ):
         with pytest.raises(ValueError, match=r"The group 'one' is defined already, with \[0, 3\]"):
             copy.new_group("one", **arguments)
-    with pytest.raises(ValueError, match="does not have"):
+    with pytest.raises(ValueError, match=r"`backend='gluon'` names 'gluon'.* does not have"):
         copy.new_group("two", [0, 3], backend="gluon")
+    with pytest.raises(TypeError, match=r"`strategy\.group` takes the name of a group, got \[0, 3\]"):
+        copy.group([0, 3])
     with pytest.raises(NoGroupError, match="there is no process group"):
         copy.group("one")
     with pytest.raises(ValueError, match=r"`strategy\.group` names the group 'three', which is not there: 'pairs', 'one'"):
@@ -103,6 +119,9 @@ def test_definitions_travel_with_the_strategy_and_nothing_else_does():
     with pytest.raises(ValueError, match=r"`strategy.destroy_group` names"):
         copy.destroy_group("three")
     copy.destroy_group("one")
+    shallow = copying.copy(strategy)
+    shallow.new_group("later", [0, 3])
+    assert list(strategy.defined_groups) == ["pairs", "one"]
 
 
 def test_from_yaml(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed import HashStore, distributed_c10d
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import SumMetric
 
 from lightning_pgroup import PGroupDDPStrategy, c10d, destroy_process_group, lineage, transport
 from lightning_pgroup.process_state import process_state
@@ -20,6 +22,8 @@ from tests.ranks import run_ranks
 
 class Keeps(Callback):
     """Keeps whatever can hold a group."""
+
+    raises = False
 
     def on_train_start(self, trainer, pl_module):
         everyone = [0, 1, 2, 3]
@@ -34,6 +38,11 @@ class Keeps(Callback):
         self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         self.wrapper = DistributedDataParallel(torch.nn.Linear(4, 1))
         self.lightnings = trainer.strategy.model
+        self.metrics = {name: SumMetric(process_group=group) for name, group in self.groups.items()}
+        for metric in self.metrics.values():
+            metric.update(1.0)
+        if self.raises:
+            raise ValueError("on purpose")
 
 
 def fit(strategy, *callbacks):
@@ -58,6 +67,11 @@ def uses(keeps):
     for name in ("wrapper", "lightnings"):
         wrapper = getattr(keeps, name)
         found[name] = heard(lambda wrapper=wrapper: wrapper(torch.ones(2, 4)).sum().backward())
+    for name, metric in keeps.metrics.items():
+        metric.update(1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # without a group a metric has nobody to ask, and says so
+            found[f"a metric of the {name} one"] = heard(metric.compute)
     return found
 
 
@@ -66,18 +80,21 @@ ENDS = {
     "by the strategy": ("at_exit", lambda strategy: strategy.destroy_process_group()),
     "by the function": ("at_exit", lambda strategy: destroy_process_group()),
     "by close": ("at_exit", lambda strategy: strategy.close()),
+    "by an error": ("at_exit", lambda strategy: None),
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_f31_old_handles_fail_loudly(end):
-    """On all four ranks, without a group and in the next generation, however the group has ended in good order."""
+    """On all four ranks, without a group and in the next generation, however the group has ended."""
     destroy, finish = ENDS[end]
 
     def job(rank):
         keeps, seen = Keeps(), []
         strategy = PGroupDDPStrategy(destroy=destroy, groups={"pairs": [[0, 1], [2, 3]]}, timeout=20)
-        fit(strategy, keeps)
+        keeps.raises = end == "by an error"
+        with pytest.raises(ValueError, match="on purpose") if keeps.raises else contextlib.nullcontext():
+            fit(strategy, keeps)
         finish(strategy)
         seen.append(uses(keeps))
 

@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch import Callback
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
+from lightning_pgroup.holders import find_holdings
 from lightning_pgroup.places import CONTAINER_LIMIT, place_of, replace, visit, walk
 from tests.models import CountingModel
 
@@ -91,3 +92,32 @@ def test_attributes_that_were_set_before_those_of_the_module_itself():
 @pytest.mark.parametrize("root", [None, 3, "text", CountingModel])
 def test_roots_that_hold_nothing(root):
     assert places(SumMetric, root=root) == []
+
+
+@pytest.mark.parametrize("where", ["an attribute of a module", "an attribute of a root", "a dictionary", "another object"])
+def test_a_thread_that_changes_what_is_looked_through_does_no_harm(where):
+    """It gets its turn while the kind of something is looked at; here that is done by what is looked at."""
+    number = iter(range(100))
+
+    class Kind(type):
+        def __hash__(cls):
+            changed[f"new {next(number)}"] = 1
+            return 0
+
+    class Thing(metaclass=Kind):
+        @property
+        def __class__(self):
+            return hash(type(self)) or Thing
+
+    model, callback, other = torch.nn.Module(), Callback(), Thing()
+    changed = {
+        "an attribute of a module": model.__dict__,
+        "an attribute of a root": callback.__dict__,
+        "a dictionary": {},
+        "another object": other.__dict__,
+    }[where]
+    callback.held = [changed, other]
+    changed |= {"a": Thing(), "b": 2}
+    found = find_holdings([(model, None, "model"), (callback, None, "callback")], other)
+    assert found == []
+    assert next(number) > 0

@@ -51,6 +51,7 @@ BAD = {
     "on_error": ({"on_error": "ignore"}, ValueError, "`on_error` must be one of"),
     "on_mismatch": ({"on_mismatch": "ignore"}, ValueError, "`on_mismatch` must be one of"),
     "device": ({"device_id": "abacus"}, ValueError, "`device_id='abacus'` is no device"),
+    "a function": ({"backend": len}, TypeError, r"write `@process_group\(\)`"),
     "no device": ({"device_id": 1.5}, TypeError, "`device_id` must be a device"),
 }
 

@@ -313,9 +313,7 @@ def test_a_generator_that_the_collector_closes_while_the_owner_is_at_work():
     def job(rank):
         lifecycle, reader = process_state().lifecycle, numbers(block(rank))
         next(reader)
-        with lifecycle._turns.take():
-            reader.close()
-            inside = dist.is_initialized()
+        inside = lifecycle._turns.run(lambda: (reader.close(), dist.is_initialized()))[1]
         after = dist.is_initialized()
         with block(rank):
             return inside, after, rank_sum(rank)

@@ -44,6 +44,12 @@ def test_every_argument_is_in_the_table():
                 assert repr(parameter.default).replace("'", '"') in row.group(1), name
 
 
+def test_the_page_on_the_architecture_names_each_file_and_no_other():
+    root = Path(__file__).parent.parent
+    named = re.findall(r"`(\w+\.py)`", (root / "docs" / "architecture.md").read_text())
+    assert set(named) == {path.name for path in (root / "lightning_pgroup").iterdir() if path.suffix == ".py"}
+
+
 def test_there_are_examples():
     assert len(BLOCKS) == 4
 

@@ -170,7 +170,7 @@ def test_f22_f23_spawned_workers(tmp_path):
         + SPAWN[SPAWN.index("class Total") : SPAWN.index("strategy = ")]
     )
     body = "from callbacks import Total\n" + SPAWN[SPAWN.index("strategy = ") :] % "per_trainer"
-    done = run(body, tmp_path)
+    done = run(body, tmp_path, timeout=110)
     assert done.code == 0, done.err
     assert done.said() == ["0 fit 1.0 1", "0 test 1.0 2", "1 fit 1.0 1", "1 test 1.0 2"]
     want = [("fit", "created", 1), ("", "destroyed", 1), ("test", "created", 2), ("", "destroyed", 2)]
