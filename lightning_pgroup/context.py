@@ -64,7 +64,7 @@ def process_group(
     Args:
         backend: As for ``torch.distributed.init_process_group``. By default that of the device; without ``device_id`` gloo,
             and NCCL for CUDA where there is any.
-        timeout: Bound of each collective, seconds or a ``timedelta``; by default torch's for the backend.
+        timeout: Bound of each collective, seconds, a ``timedelta`` or its text; by default torch's for the backend.
         init_method: ``"tcp://host:port"``, ``"file:///path"`` or ``"env://"``: where the ranks meet; by default at
             ``MASTER_ADDR`` and ``MASTER_PORT``.
         rank: This process's rank, together with ``world_size``. By default ``RANK`` and ``WORLD_SIZE`` of the environment, as
@@ -73,7 +73,7 @@ def process_group(
         world_size: Number of ranks.
         pg_options: Options of the backend, as ``init_process_group`` takes them.
         device_id: The device to bind the group to, as ``init_process_group`` takes it.
-        destroy_timeout: How long an orderly destroy may take, seconds or a ``timedelta``; then the group is aborted.
+        destroy_timeout: How long an orderly destroy may take, seconds, a ``timedelta`` or its text; then the group is aborted.
         rendezvous_timeout: How long to wait for ranks that do not come; by default the ``timeout``, else 30 minutes.
         on_error: What happens to the group when the body raises: ``"abort"`` (the default), ``"destroy"``, or ``"keep"``: it
             stays until the next block or stage, or the end of the process.
