@@ -29,3 +29,17 @@ def restored_afterwards() -> Iterator[None]:
         yield
     finally:
         restore(before)
+
+
+@contextlib.contextmanager
+def launched_size_kept() -> Iterator[None]:
+    """Keep ``WORLD_SIZE`` during the block if ``RANK`` is there too, so that the rank was launched with both.
+
+    Lightning deletes ``WORLD_SIZE`` at the end of a stage, as if it had set it itself, and ``RANK`` alone says nothing.
+    """
+    size = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
+    try:
+        yield
+    finally:
+        if size is not None:
+            os.environ["WORLD_SIZE"] = size

@@ -52,3 +52,7 @@ class NoGroupError(PGroupError):
 
 class NotInGroupError(PGroupError):
     """A rank has asked for a named group of which it is no member. Raised on that rank at once; the members do not notice."""
+
+
+class RanksFailedError(PGroupError):
+    """Ranks that a test has forked raised, died or hung. The message has the traceback or the stacks of each of them."""

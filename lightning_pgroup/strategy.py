@@ -29,6 +29,7 @@ from lightning_pgroup.config import (
     parse_devices,
     parse_duration,
 )
+from lightning_pgroup.environment import launched_size_kept
 from lightning_pgroup.group_definitions import Ranks
 from lightning_pgroup.group_names import GroupNames
 from lightning_pgroup.group_request import request_group
@@ -300,7 +301,8 @@ class PGroupDDPStrategy(GroupNames, LentParts):
     def teardown(self) -> None:
         """Unwrap the model. The group lives on: Lightning calls this before ``on_fit_end`` and the ``teardown`` hooks (F8)."""
         try:
-            super().teardown()
+            with launched_size_kept():
+                super().teardown()
         finally:
             state = existing_process_state()
             if self._claim is not None and state is not None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 with contextlib.suppress(ImportError):
     import tensorboardX.event_file_writer  # noqa: F401  (sets a variable of the environment when it is first imported)
 
-import lightning_pgroup  # noqa: F401  (imported here, so that forked ranks are warm)
+from lightning_pgroup import PGroupDDPStrategy, process_group  # noqa: F401  (imported here, so that forked ranks are warm)
 from lightning_pgroup.store import LOOPBACK, host_store, listen
 from tests.ranks import open_descriptors
 

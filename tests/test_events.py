@@ -66,6 +66,7 @@ def test_public_names_are_frozen():
         "PGroupDDPStrategy",
         "PGroupError",
         "RanksDisagreeError",
+        "RanksFailedError",
         "RendezvousAbandonedError",
         "RendezvousTimeoutError",
         "StoreLostError",

@@ -71,6 +71,19 @@ HALVES = {
 }
 
 
+def test_after_a_stage_the_environment_of_ranks_started_by_hand_is_whole():
+    """Lightning deletes `WORLD_SIZE` at the end of a stage, and `RANK` alone says nothing."""
+    with free_port() as port:
+
+        def job(rank):
+            with variables(**by_hand(rank, port, 0)):
+                make_trainer(PGroupDDPStrategy()).fit(TinyModel(), datamodule=TinyData())
+                with process_group("gloo"):
+                    return dist.get_rank(), dist.get_world_size(), rank_sum(rank)
+
+        assert run_ranks(job, bare=True) == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
 @pytest.mark.parametrize("name", HALVES)
 def test_half_of_an_environment_is_an_error_at_once(name):
     values, kind, text = HALVES[name]
