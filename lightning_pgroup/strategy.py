@@ -4,22 +4,19 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_pgroup.claim import Claim, GroupRequest
-from lightning_pgroup.collectives import collective
 from lightning_pgroup.config import (
     Duration,
     MetricsName,
@@ -35,19 +32,18 @@ from lightning_pgroup.group_names import GroupNames
 from lightning_pgroup.group_request import request_group
 from lightning_pgroup.heirs import holders_follow
 from lightning_pgroup.lent_parts import LentParts
-from lightning_pgroup.lightning_private import get_rank_zero_rank, in_error_handling, reset_seed, set_rank_zero_rank
+from lightning_pgroup.lightning_private import get_rank_zero_rank, reset_seed, set_rank_zero_rank
 from lightning_pgroup.multiprocessing_launcher import PGroupMultiProcessingLauncher
 from lightning_pgroup.policy import OnErrorName, OnMismatchName, PolicyName
 from lightning_pgroup.process_state import existing_process_state, process_state
 from lightning_pgroup.records import LifecycleEvent
+from lightning_pgroup.strategy_collectives import StrategyCollectives
 from lightning_pgroup.subprocess_launcher import PGroupSubprocessLauncher
-
-T = TypeVar("T")
 
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
-class PGroupDDPStrategy(GroupNames, LentParts):
+class PGroupDDPStrategy(StrategyCollectives, GroupNames, LentParts):
     """``DDPStrategy`` that owns the default process group: it creates it, and destroys it by an explicit policy.
 
     Args:
@@ -261,37 +257,6 @@ class PGroupDDPStrategy(GroupNames, LentParts):
             pass
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. Collective; between stages too, where it creates the group if needed."""
-        with self._collective("barrier") as distributed:
-            if distributed:
-                super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Send an object of one rank to all. Collective; between stages too, where it creates the group if needed."""
-        with self._collective("broadcast") as distributed:
-            return super().broadcast(obj, src) if distributed else obj
-
-    @override
-    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """Reduce a tensor over all ranks. Collective; between stages too, where it creates the group if needed."""
-        with self._collective("reduce") as distributed:
-            return super().reduce(tensor, group, reduce_op) if distributed else tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor of all ranks. Collective; between stages too, where it creates the group if needed."""
-        with self._collective("all_gather") as distributed:
-            return super().all_gather(tensor, group, sync_grads) if distributed else tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, say so. Collective; between stages too, where it creates the group if needed."""
-        with self._collective("reduce_boolean_decision") as distributed:
-            return super().reduce_boolean_decision(decision, all) if distributed else decision
-
-    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Write a checkpoint, on rank 0. Refused, before anything is written, once the strategy is closed."""
         process_state().lifecycle.check_open(self.claim(), "save_checkpoint")
@@ -312,14 +277,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_claim": None, "_groups": dict(self._groups)}
 
-    def _collective(self, name: str) -> AbstractContextManager[bool]:
-        claim = self.claim()
-        if claim.failed and not in_error_handling():
-            claim.failed = False  # a hook for errors has raised itself, so that Lightning did not call `teardown` (F33)
-        attached = self.cluster_environment is not None and bool(self.parallel_devices)
-        may_be_rank = attached and self._start_method == "popen"
-        return collective(process_state().lifecycle, claim, name, self.request, may_be_rank=may_be_rank)
-
+    @override
     def request(self) -> GroupRequest:
         """The group that a stage of this strategy asks for. For the launchers."""
         return request_group(self, self._config, self._get_process_group_backend(), self._timeout)
