@@ -27,6 +27,7 @@ from lightning_pgroup.registry import register_with_lightning
 
 if TYPE_CHECKING:
     from lightning_pgroup.context import process_group
+    from lightning_pgroup.lifecycle_logger import LifecycleLogger
     from lightning_pgroup.public import destroy_process_group
     from lightning_pgroup.records import LifecycleEvent
     from lightning_pgroup.strategy import PGroupDDPStrategy
@@ -36,6 +37,7 @@ __all__ = [
     "GroupLostError",
     "GroupMismatchError",
     "LifecycleEvent",
+    "LifecycleLogger",
     "NoGroupError",
     "NotInGroupError",
     "PGroupDDPStrategy",
@@ -54,6 +56,7 @@ __all__ = [
 
 _HOMES = {
     "LifecycleEvent": "records",
+    "LifecycleLogger": "lifecycle_logger",
     "PGroupDDPStrategy": "strategy",
     "destroy_process_group": "public",
     "process_group": "context",

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_pgroup import c10d
 from lightning_pgroup.exceptions import text_of
-from lightning_pgroup.sockets import shut_down_connections
+from lightning_pgroup.sockets import count_connections, shut_down_connections
 
 
 class BackendTransport:
@@ -36,6 +36,14 @@ class BackendTransport:
         Called by all members when they have made it; bounded by the group's timeout.
         """
 
+    def count_peers(self, addresses: Sequence[bytes]) -> int | None:
+        """How many connections to other ranks a group has, as far as this backend can tell; it loses those to ranks that end.
+
+        Args:
+            addresses: The values that the group has in the store.
+        """
+        return None
+
     def cut(self, addresses: Sequence[bytes]) -> None:
         """Cut all connections of this process's groups. Called on a failing rank, before ``abort()``; must not wait.
 
@@ -58,6 +66,10 @@ class GlooTransport(BackendTransport):
         """One collective: a member that still connects would fail if another one ended the group by then."""
         if group.size() > 1 and c10d.serves_cpu(group):
             group.allreduce([torch.zeros(1)]).wait()
+
+    def count_peers(self, addresses: Sequence[bytes]) -> int | None:
+        """The number of its sockets: gloo connects each rank to each, and closes the socket of one that is gone."""
+        return count_connections(addresses)
 
     def cut(self, addresses: Sequence[bytes]) -> None:
         """Shut down the sockets: the peers wake up within milliseconds."""

@@ -10,7 +10,7 @@ import torch
 
 from lightning_pgroup.config import LifecycleConfig
 from lightning_pgroup.membership import Place
-from lightning_pgroup.records import LifecycleEvent
+from lightning_pgroup.records import LifecycleEvent, Tally
 from lightning_pgroup.signature import GroupSignature
 
 MAX_EVENTS = 10_000
@@ -24,6 +24,7 @@ class Claim:
     Attributes:
         config: What its user asked for.
         events: What was done with the group while this strategy used it.
+        tally: The same, counted; it goes on where the list has lost its oldest records.
         is_rank: Whether it ever ran a stage in this process. In the parent of spawned or forked workers it never does.
         running: How many stages of it run, one inside the other.
         pending: Whether its last stage has left the launcher but not yet been torn down by the Trainer.
@@ -35,12 +36,18 @@ class Claim:
 
     config: LifecycleConfig
     events: deque[LifecycleEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    tally: Tally = field(default_factory=Tally)
     is_rank: bool = False
     running: int = 0
     pending: bool = False
     failed: bool = False
     terminated: bool = False
     closed: bool = False
+
+    def note(self, event: LifecycleEvent) -> None:
+        """Keep a record."""
+        self.events.append(event)
+        self.tally.add(event)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +76,7 @@ class Stage:
         name: ``"fit"``, ``"validate"``, …, or the name of the collective or of the block.
         trainer: The Trainer that runs it; ``None`` for a collective between stages and for a block.
         request: Says which group it asks for; asked for only when that is needed.
+        number: Number of that Trainer, for records.
         is_block: Whether it is a block, which has a group of its own unless a stage is running around it.
         met: Whether it has come to the rendezvous of the ranks, or has stayed away from it for good.
         acquired: Whether it has got its group.
@@ -85,6 +93,7 @@ class Stage:
     name: str
     trainer: "weakref.ref[object] | None"
     request: Callable[[], GroupRequest]
+    number: int | None = None
     is_block: bool = False
     met: bool = False
     failure: str = ""

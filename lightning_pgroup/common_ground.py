@@ -42,9 +42,11 @@ class CommonGround:
         """Look whether it makes sense to wait for the others.
 
         Raises:
-            RendezvousAbandonedError: One of them has failed.
+            RendezvousAbandonedError: One of them has failed, or its process has ended, which leaves no word.
         """
         self.team.check_failure(self._generation, "it can not go on")
+        if self.group is not None and self.group.has_lost_a_peer():
+            raise RendezvousAbandonedError("it can not go on: a connection of the process group has broken, so a rank has ended")
 
     def has_failed(self) -> bool:
         """Whether a rank has failed, so that the group, if it is there, works no more."""

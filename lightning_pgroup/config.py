@@ -3,12 +3,15 @@
 import difflib
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Set
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlparse
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +24,7 @@ from lightning_pgroup.policy import (
     parse_on_mismatch,
     parse_policies,
 )
+from lightning_pgroup.record_file import parse_record
 
 _SET_BY_LIGHTNING = frozenset({"module", "device_ids"})
 _DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "kwargs"}
@@ -29,8 +33,13 @@ _NO_CHOICE = ("undefined", "fake")
 COMPUTE = "compute"
 KEEP = "keep"
 
-Duration = float | timedelta
-"""A time span: seconds or a ``timedelta``."""
+MetricsName = Literal["compute", "keep"]
+"""What may happen to metrics at the end of a stage."""
+
+Duration = float | str | timedelta
+"""A time span: seconds, a ``timedelta``, or the text of one, such as ``"0:00:30"`` or ``"1 day, 12:00:00"``."""
+
+_DURATION_TEXT = re.compile(r"(?:(\d+) days?, )?(\d+):([0-5]\d):([0-5]\d(?:\.\d{1,6})?)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +54,7 @@ class LifecycleConfig:
     init_method: str | None
     pg_options: Any
     compute_metrics: bool = True
+    record: str | None = None
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -62,6 +72,7 @@ def parse_config(
     init_method: str | None,
     pg_options: Any,
     metrics: str = COMPUTE,
+    record: str | os.PathLike[str] | None = None,
 ) -> LifecycleConfig:
     """Check the arguments of a strategy against each other. Touches neither network nor processes.
 
@@ -77,27 +88,60 @@ def parse_config(
         destroy_timeout=parse_duration("destroy_timeout", destroy_timeout),
         rendezvous_timeout=(None if rendezvous_timeout is None else parse_duration("rendezvous_timeout", rendezvous_timeout)),
         init_method=_parse_init_method(init_method),
-        pg_options=pg_options,
+        pg_options=_check_options(pg_options),
         compute_metrics=_parse_metrics(metrics),
+        record=parse_record(record),
     )
 
 
 def parse_duration(argument: str, value: Duration) -> timedelta:
-    """Turn seconds or a ``timedelta`` into a ``timedelta``.
+    """Turn seconds, a ``timedelta`` or the text of one into a ``timedelta``.
 
     Raises:
-        ValueError: Zero, negative, infinite or not a number: every wait has a bound.
-        TypeError: Neither a number nor a ``timedelta``.
+        ValueError: Zero, negative, infinite or not a number: every wait has a bound. Or a text in another form.
+        TypeError: Neither a number nor a ``timedelta`` nor a text.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float, timedelta)):
-        raise TypeError(f"`{argument}` must be a number of seconds or a `timedelta`, got {value!r}.")
-    seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float, str, timedelta)):
+        raise TypeError(f"`{argument}` must be a number of seconds, a `timedelta` or a text such as '0:00:30', got {value!r}.")
+    seconds = _seconds(argument, value)
     if not math.isfinite(seconds) or seconds <= 0:
         raise ValueError(f"`{argument}` must be more than 0 seconds and finite, got {value!r}.")
     try:
         return timedelta(seconds=seconds)
     except OverflowError:
         raise ValueError(f"`{argument}` must be at most {timedelta.max.days} days, got {value!r}.") from None
+
+
+def _seconds(argument: str, value: Duration) -> float:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if not isinstance(value, str):
+        return float(value)
+    match = _DURATION_TEXT.fullmatch(value.strip())
+    if match is None:
+        raise ValueError(
+            f"`{argument}` must be a number of seconds, or hours:minutes:seconds such as '0:00:30', with days before it such as"
+            f" '1 day, 12:00:00', got {value!r}."
+        )
+    days, hours, minutes, seconds = match.groups()
+    return float(days or 0) * 86400 + float(hours) * 3600 + float(minutes) * 60 + float(seconds)
+
+
+def parse_devices(devices: Sequence[torch.device | str] | None) -> list[torch.device] | None:
+    """Turn names of devices, as they stand in a configuration, into devices.
+
+    Raises:
+        ValueError: A name that torch does not know.
+        TypeError: Neither a list nor ``None``, or something in it that is no device.
+    """
+    if devices is None:
+        return None
+    if isinstance(devices, str) or not all(isinstance(device, (torch.device, str)) for device in devices):
+        raise TypeError(f"`parallel_devices` must be a list of devices or of their names, got {devices!r}.")
+    try:
+        return [torch.device(device) for device in devices]
+    except RuntimeError as error:
+        raise ValueError(f"`parallel_devices` has the name of no device: {error}") from None
 
 
 def check_backend(backend: str | None, argument: str = "process_group_backend") -> None:
@@ -149,6 +193,16 @@ def check_ddp_arguments(arguments: Mapping[str, Any], own: Set[str]) -> None:
         f"Neither `PGroupDDPStrategy` nor `DistributedDataParallel` knows {', '.join(map(repr, unknown))}.{hint} The former"
         f" takes: {', '.join(sorted(ours))}; the latter: {', '.join(sorted(ddp))}."
     )
+
+
+def _check_options(pg_options: object) -> object:
+    if isinstance(pg_options, Mapping) and "class_path" in pg_options:
+        path = pg_options["class_path"]
+        raise TypeError(
+            f"`pg_options` still is {dict(pg_options)!r}: the configuration could not build {path!r}. Name a class of your own,"
+            " in Python, that derives from the options of the backend and takes as arguments what it shall set."
+        )
+    return pg_options
 
 
 def _parse_metrics(metrics: str) -> bool:

@@ -25,7 +25,7 @@ from lightning_pgroup.config import Duration, LifecycleConfig, check_backend, pa
 from lightning_pgroup.errors import PGroupError
 from lightning_pgroup.group_request import LIGHTNING_TIMEOUT
 from lightning_pgroup.lightning_private import default_backend_for_device
-from lightning_pgroup.policy import OnError, OnMismatch, Ownership
+from lightning_pgroup.policy import OnErrorName, OnMismatchName, Ownership
 from lightning_pgroup.process_state import ProcessState, process_state
 from lightning_pgroup.script_rank import find_place
 from lightning_pgroup.signature import GroupSignature, describe_options
@@ -47,8 +47,8 @@ def process_group(
     device_id: torch.device | str | int | None = None,
     destroy_timeout: Duration = 30.0,
     rendezvous_timeout: Duration | None = None,
-    on_error: str | OnError | None = None,
-    on_mismatch: str | OnMismatch = "recreate",
+    on_error: OnErrorName | None = None,
+    on_mismatch: OnMismatchName = "recreate",
 ) -> "ProcessGroupBlock":
     """A default process group for a ``with`` block, or for each call of a function that this decorates.
 
@@ -64,7 +64,7 @@ def process_group(
     Args:
         backend: As for ``torch.distributed.init_process_group``. By default that of the device; without ``device_id`` gloo,
             and NCCL for CUDA where there is any.
-        timeout: Bound of each collective, seconds or a ``timedelta``; by default torch's for the backend.
+        timeout: Bound of each collective, seconds, a ``timedelta`` or its text; by default torch's for the backend.
         init_method: ``"tcp://host:port"``, ``"file:///path"`` or ``"env://"``: where the ranks meet; by default at
             ``MASTER_ADDR`` and ``MASTER_PORT``.
         rank: This process's rank, together with ``world_size``. By default ``RANK`` and ``WORLD_SIZE`` of the environment, as
@@ -73,7 +73,7 @@ def process_group(
         world_size: Number of ranks.
         pg_options: Options of the backend, as ``init_process_group`` takes them.
         device_id: The device to bind the group to, as ``init_process_group`` takes it.
-        destroy_timeout: How long an orderly destroy may take, seconds or a ``timedelta``; then the group is aborted.
+        destroy_timeout: How long an orderly destroy may take, seconds, a ``timedelta`` or its text; then the group is aborted.
         rendezvous_timeout: How long to wait for ranks that do not come; by default the ``timeout``, else 30 minutes.
         on_error: What happens to the group when the body raises: ``"abort"`` (the default), ``"destroy"``, or ``"keep"``: it
             stays until the next block or stage, or the end of the process.

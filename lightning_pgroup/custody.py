@@ -7,7 +7,7 @@ from datetime import timedelta
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pgroup import c10d, records
+from lightning_pgroup import c10d, record_file, records
 from lightning_pgroup.bounded import run_shielded
 from lightning_pgroup.claim import Claim, Stage
 from lightning_pgroup.destroy import end_sub_group
@@ -32,6 +32,7 @@ class Custody:
         users: The strategies that use the current group.
         last_user: The one that used it last; its policies apply.
         trainer: The Trainer that used it last.
+        trainer_number: Its number, for records.
     """
 
     def __init__(self, inherited: "weakref.ref[ProcessGroup] | None" = None) -> None:
@@ -41,6 +42,7 @@ class Custody:
         self.users: set[Claim] = set()
         self.last_user: Claim | None = None
         self.trainer: weakref.ref[object] | None = None
+        self.trainer_number: int | None = None
         self._inherited = inherited
         self._wrappers: list[Wrapper] = []
 
@@ -78,6 +80,7 @@ class Custody:
         self.last_user = stage.claim
         if stage.trainer is not None:
             self.trainer = stage.trainer
+            self.trainer_number = stage.number
 
     def is_next_trainer(self, trainer: "weakref.ref[object] | None") -> bool:
         """Whether ``trainer`` is another one than the one that used the group last."""
@@ -186,7 +189,7 @@ class Custody:
     def record_use(self, what: str, why: str, stage: Stage, start: float, duration: float) -> None:
         """Record that a stage got its group."""
         if self.current is not None:
-            self._record(what, why, self.current, stage.name, start, duration, stage.claim)
+            self._record(what, why, self.current, stage.name, start, duration, stage.claim, stage.number)
 
     def record_foreign(self, why: str, stage: Stage, rank: int, world_size: int, backend: str) -> None:
         """Record that a stage uses a group of other code."""
@@ -203,14 +206,23 @@ class Custody:
             duration=0.0,
             run="",
             attempt=None,
+            trainer=stage.number,
         )
-        stage.claim.events.append(event)
-        event.log()
+        _hand_out(event, {stage.claim})
 
     def _record(
-        self, what: str, why: str, group: OwnedGroup, stage: str, start: float, duration: float, by: Claim | None = None
+        self,
+        what: str,
+        why: str,
+        group: OwnedGroup,
+        stage: str,
+        start: float,
+        duration: float,
+        by: Claim | None = None,
+        trainer: int | None = None,
     ) -> None:
-        owner = by if what in (records.CREATED, records.REUSED) else self.last_user
+        begins = what in (records.CREATED, records.REUSED)
+        owner = by if begins else self.last_user
         event = LifecycleEvent(
             what=what,
             why=why,
@@ -224,19 +236,25 @@ class Custody:
             duration=duration,
             run=group.run,
             attempt=group.attempt,
+            trainer=trainer if begins else self.trainer_number,
         )
-        if what in (records.CREATED, records.REUSED):
-            interested = set() if by is None else {by}
-        else:
-            interested = self.users if by is None else self.users | {by}
-        for claim in interested:
-            claim.events.append(event)
-        event.log()
+        users = set[Claim]() if begins else self.users
+        _hand_out(event, users if by is None else users | {by})
 
     def _clear(self) -> None:
         self.current = None
         self.users.clear()
         self.trainer = None
+        self.trainer_number = None
 
     def _is_inherited(self, group: ProcessGroup) -> bool:
         return self._inherited is not None and group is self._inherited()
+
+
+def _hand_out(event: LifecycleEvent, interested: set[Claim]) -> None:
+    """Give a record to the strategies that it concerns, to the log, and once to each place on disk that they name."""
+    for claim in interested:
+        claim.note(event)
+    event.log()
+    for path in sorted({claim.config.record for claim in interested if claim.config.record is not None}):
+        record_file.append(path, event)

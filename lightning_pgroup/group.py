@@ -47,6 +47,7 @@ class OwnedGroup:
     _held: list[ProcessGroup] = field(default_factory=list, repr=False)
     _store: Store | None = field(default=None, repr=False)
     _addresses: tuple[bytes, ...] = field(default=(), repr=False)
+    _peers: int = field(default=0, repr=False)
     _monitor: FailureMonitor | None = field(default=None, repr=False)
 
     @property
@@ -138,6 +139,17 @@ class OwnedGroup:
         c10d.restore_local_names()
         graveyard.bury(self._held, self._wrappers)
 
+    def has_lost_a_peer(self) -> bool:
+        """Whether another rank has ended, as far as the backend's connections show it. Local, never waits."""
+        return self._count_peers() < self._peers
+
+    def _count_peers(self) -> int:
+        """How many connections the default group has; those of sub-groups do not count."""
+        addresses = self._addresses
+        if isinstance(self._store, WatchedStore):
+            addresses = self._store.addresses_of(c10d.group_names(lambda group: group is self._reference()))
+        return transport.count_peers([self.signature.backend], addresses) if addresses else 0
+
     def _abort_in_place(self) -> None:
         """Free a rank that waits in a collective; it then drops the group itself. Called on the monitor's thread."""
         if self.is_alive():
@@ -227,6 +239,7 @@ def create_group(
         if signature.world_size > 1 and not isinstance(store, WatchedStore):
             owned._addresses = tuple(one for keys in c10d.address_keys([group]) for one in transport.values(store, keys))
         transport.settle(group, [signature.backend])
+        owned._peers = owned._count_peers()
         return owned
     except BaseException:
         hook.created()

@@ -62,7 +62,7 @@ class GroupNames(DDPStrategy):
             name: Its name: letters, digits, ``_``, ``-``, ``.``.
             ranks: One list of ranks, or several that have no rank in common.
             backend: Its backend; ``None`` is that of the default group.
-            timeout: Bound of its collectives, seconds or a ``timedelta``; ``None`` is that of the strategy.
+            timeout: Bound of its collectives, seconds, a ``timedelta`` or its text; ``None`` is that of the strategy.
 
         Returns:
             This rank's group; ``None`` if it is no member, or if there is no default group yet.

@@ -88,6 +88,7 @@ class Lifecycle:
         trainer: object | None,
         request: Callable[[], GroupRequest],
         *,
+        number: int | None = None,
         is_block: bool = False,
     ) -> Stage:
         """Begin a stage. Local; waits for nothing but an end that an earlier stage left over (``destroy_timeout``).
@@ -100,7 +101,7 @@ class Lifecycle:
         self._finish_pending()
         if not self._stages:
             self._custody.graveyard.clear()
-        stage = Stage(claim, name, None if trainer is None else weakref.ref(trainer), request, is_block)
+        stage = Stage(claim, name, None if trainer is None else weakref.ref(trainer), request, number, is_block)
         self._stages.append(stage)
         claim.running += 1
         claim.is_rank = True

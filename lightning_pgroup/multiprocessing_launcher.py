@@ -9,10 +9,11 @@ from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from lightning_pgroup import environment
+from lightning_pgroup.lifecycle_logger import log_news
 from lightning_pgroup.lightning_private import MultiProcessingLauncher
 from lightning_pgroup.policy import Event
 from lightning_pgroup.process_state import process_state
-from lightning_pgroup.records import LifecycleEvent
+from lightning_pgroup.records import LifecycleEvent, Tally
 from lightning_pgroup.stage_call import StageCall, check_devices, stage_name
 from lightning_pgroup.team import Invitation
 
@@ -32,6 +33,7 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
         super().__init__(strategy, start_method)
         self._pgroup_strategy = strategy
         self._invitation: Invitation | None = None
+        self._tally = Tally()
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -39,6 +41,7 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
         strategy = self._pgroup_strategy
         check_devices(trainer, strategy)
         claim = strategy.claim()
+        self._tally = claim.tally
         state = process_state()
         state.lifecycle.check_open(claim, stage_name(trainer))
         if trainer is not None:
@@ -53,7 +56,8 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
             if self._invitation is not None:
                 end = state.membership.close_run(self._invitation)
                 state.lifecycle.note_generation(end.highest)
-                claim.events.extend(LifecycleEvent.all_from_json(end.records))
+                for event in LifecycleEvent.all_from_json(end.records):
+                    claim.note(event)
                 self._invitation = None
 
     @override
@@ -69,12 +73,16 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
         state.membership.join(self._invitation)
         if self._invitation is not None:
             state.lifecycle.note_generation(self._invitation.highest)
-        known = len(self._pgroup_strategy.claim().events)
+        claim = self._pgroup_strategy.claim()
+        claim.tally = self._tally  # goes on where the workers of the last stage have stopped
+        known = claim.tally.total
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
         finally:
             state.lifecycle.end_of_process(Event.WORKER_END)
-            new = list(self._pgroup_strategy.claim().events)[known:]
+            log_news(args[0])
+            events = list(claim.events)
+            new = events[max(0, len(events) - (claim.tally.total - known)) :]
             state.membership.leave_records(json.dumps([event.to_payload() for event in new]))
             state.membership.leave()
 

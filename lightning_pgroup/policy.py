@@ -6,7 +6,13 @@ answer out; what each event means for a user is said in the README and checked, 
 
 from collections.abc import Iterable
 from enum import Enum, StrEnum
-from typing import TypeVar
+from typing import Literal, TypeVar
+
+PolicyName = Literal["on_teardown", "per_trainer", "on_destructor", "on_error", "at_exit", "never"]
+"""The names of :class:`DestroyPolicy`, as type checkers and command lines show them; so are the next two."""
+
+OnErrorName = Literal["abort", "destroy", "keep"]
+OnMismatchName = Literal["recreate", "reuse", "error"]
 
 
 class DestroyPolicy(StrEnum):

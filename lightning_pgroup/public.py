@@ -22,8 +22,8 @@ def destroy_process_group(group: ProcessGroup | None = None, timeout: Duration |
     Args:
         group: A sub-group, which alone is destroyed; or ``None`` or the default group: everything. A sub-group to which this
             rank does not belong is left alone.
-        timeout: How long the destroy may take, seconds or a ``timedelta``; by default the ``destroy_timeout`` of the strategy
-            that used the group last, else 30 s.
+        timeout: How long the destroy may take, seconds, a ``timedelta`` or its text; by default the ``destroy_timeout`` of the
+            strategy that used the group last, else 30 s.
         foreign: Whether a default group that other code has created may be destroyed too.
 
     Raises:

@@ -1,7 +1,8 @@
 """Records of what was done with the group and why: one frozen record and one log line each."""
 
 import logging
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_pgroup import payload
@@ -46,6 +47,8 @@ class LifecycleEvent:
         duration: How long it took, seconds.
         run: Name of the run, as its launcher gave it (torchrun's run id) or a fresh one; empty for a group of other code.
         attempt: How often the launcher has restarted the ranks, as rank 0 was told; ``None`` if it does not count that.
+        trainer: Number of the Trainer, counted by this script from 1: the one whose stage got the group, or the one that used
+            it last before it ended; ``None`` without one.
     """
 
     what: str
@@ -60,6 +63,7 @@ class LifecycleEvent:
     duration: float
     run: str
     attempt: int | None
+    trainer: int | None = None
 
     def to_payload(self) -> dict[str, Any]:
         """The record as plain JSON types."""
@@ -85,3 +89,26 @@ class LifecycleEvent:
             self.duration * 1e3,
             self.why,
         )
+
+
+@dataclass(slots=True)
+class Tally:
+    """How often each thing was done with the group, and how long that took in all.
+
+    Attributes:
+        counts: How often, by :attr:`LifecycleEvent.what`.
+        seconds: How long in all, seconds.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """How many records."""
+        return self.counts.total()
+
+    def add(self, event: LifecycleEvent) -> None:
+        """Count one more."""
+        self.counts[event.what] += 1
+        self.seconds[event.what] = self.seconds.get(event.what, 0.0) + event.duration

@@ -1,4 +1,4 @@
-"""Shuts down the connections of groups, exactly these, whoever still holds them (F6, F7 and F30 of the design).
+"""Counts and shuts down the connections of groups, exactly these, whoever still holds them (F6, F7 and F30 of the design).
 
 Gloo leaves its addresses in the store as raw socket addresses, among other bytes. A connected socket of this process whose own
 address, or whose peer's, stands there is one of gloo's. Listening sockets are left alone: shutting one down ends the process in
@@ -30,6 +30,15 @@ def shut_down_connections(addresses: Sequence[bytes]) -> int:
                 with contextlib.suppress(OSError):  # the peer may have closed it meanwhile
                     connection.shutdown(socket.SHUT_RDWR)
                     count += 1
+    return count
+
+
+def count_connections(addresses: Sequence[bytes]) -> int:
+    """How many of this process's connections have an end that stands in ``addresses``. Never waits."""
+    count = 0
+    for connection, ends in _connections():
+        with connection:
+            count += any(end in value for end in ends for value in addresses)
     return count
 
 

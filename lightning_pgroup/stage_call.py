@@ -1,6 +1,8 @@
 """The function that a launcher runs in each rank, wrapped so that a stage encloses all hooks."""
 
+import itertools
 import os
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +14,16 @@ from lightning_pgroup.claim import Stage
 from lightning_pgroup.errors import WorldSizeError
 from lightning_pgroup.exceptions import describe
 from lightning_pgroup.lifecycle import Lifecycle
+from lightning_pgroup.lifecycle_logger import log_news
 from lightning_pgroup.lightning_private import SIGTERMException, TunerExitException, failing_hook, requested_devices
 from lightning_pgroup.process_state import process_state
 
 if TYPE_CHECKING:
     from lightning_pgroup.strategy import PGroupDDPStrategy
+
+
+_counter = itertools.count(1)
+_numbers: "weakref.WeakKeyDictionary[Trainer, int]" = weakref.WeakKeyDictionary()
 
 
 class StageCall:
@@ -36,6 +43,7 @@ class StageCall:
         self._function = function
         self._trainer = trainer
         self._in_worker = in_worker
+        self._number = None if trainer is None else _number_of(trainer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function. Called by the launcher, in each rank.
@@ -47,7 +55,7 @@ class StageCall:
 
         def enter() -> None:
             name, claim = stage_name(self._trainer), self._strategy.claim()
-            stages.append(lifecycle.enter(claim, name, self._trainer, self._strategy.request))
+            stages.append(lifecycle.enter(claim, name, self._trainer, self._strategy.request, number=self._number))
 
         def leave() -> None:
             lifecycle.leave(stages.pop())
@@ -59,15 +67,21 @@ class StageCall:
                 if self._trainer is not None and not self._in_worker:  # those in a worker end with it
                     metrics.compute_before_the_end(lifecycle, stages[0], self._trainer, self._strategy.root_device)
                 run_shielded(leave, "leave")  # in here, so that a signal right before it does not leave the stage open
+                self._log_news()
             return result
         except BaseException as error:
             if not stages or os.getpid() != process:  # it has ended; a child that was forked inside has no part in it
                 raise
             caught, ends = error, list[BaseException]()
             run_shielded(lambda: ends.append(self._leave(lifecycle, stages[0], caught)), "leave")
+            self._log_news()
             if ends[0] is not error:
                 raise ends[0] from error
             raise
+
+    def _log_news(self) -> None:
+        if not self._in_worker:  # a worker ends its group later
+            log_news(self._trainer)
 
     def _leave(self, lifecycle: Lifecycle, stage: Stage, error: BaseException) -> BaseException:
         """End a stage that raised; returns what it is to raise."""
@@ -82,6 +96,12 @@ class StageCall:
         if trainer is not None:
             metrics.after_failure(ground, stage, trainer, "was left by a tuner" if is_tuner else f"raised {describe(error)}")
         return error
+
+
+def _number_of(trainer: Trainer) -> int:
+    if trainer not in _numbers:
+        _numbers[trainer] = next(_counter)
+    return _numbers[trainer]
 
 
 def stage_name(trainer: Trainer | None) -> str:

@@ -1,59 +1,67 @@
 """The strategy: Lightning's DDP, with an owner for the process group."""
 
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_pgroup.claim import Claim, GroupRequest
-from lightning_pgroup.collectives import collective
-from lightning_pgroup.config import Duration, check_backend, check_ddp_arguments, parse_config, parse_duration
+from lightning_pgroup.config import (
+    Duration,
+    MetricsName,
+    check_backend,
+    check_ddp_arguments,
+    parse_config,
+    parse_devices,
+    parse_duration,
+)
 from lightning_pgroup.environment import launched_size_kept
 from lightning_pgroup.group_definitions import Ranks
 from lightning_pgroup.group_names import GroupNames
 from lightning_pgroup.group_request import request_group
 from lightning_pgroup.heirs import holders_follow
 from lightning_pgroup.lent_parts import LentParts
-from lightning_pgroup.lightning_private import get_rank_zero_rank, in_error_handling, reset_seed, set_rank_zero_rank
+from lightning_pgroup.lightning_private import get_rank_zero_rank, reset_seed, set_rank_zero_rank
 from lightning_pgroup.multiprocessing_launcher import PGroupMultiProcessingLauncher
-from lightning_pgroup.policy import DestroyPolicy, OnError, OnMismatch
+from lightning_pgroup.policy import OnErrorName, OnMismatchName, PolicyName
 from lightning_pgroup.process_state import existing_process_state, process_state
 from lightning_pgroup.records import LifecycleEvent
+from lightning_pgroup.strategy_collectives import StrategyCollectives
 from lightning_pgroup.subprocess_launcher import PGroupSubprocessLauncher
-
-T = TypeVar("T")
 
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
-class PGroupDDPStrategy(GroupNames, LentParts):
+class PGroupDDPStrategy(StrategyCollectives, GroupNames, LentParts):
     """``DDPStrategy`` that owns the default process group: it creates it, and destroys it by an explicit policy.
 
     Args:
-        accelerator: As for ``DDPStrategy``; so are all arguments down to ``start_method``.
-        parallel_devices: See there.
-        cluster_environment: See there.
-        checkpoint_io: See there.
-        precision_plugin: See there.
-        ddp_comm_state: See there.
-        ddp_comm_hook: See there.
-        ddp_comm_wrapper: See there.
-        model_averaging_period: See there.
-        process_group_backend: See there.
-        timeout: Bound of each collective; seconds or a ``timedelta``; ``None`` is torch's default for the backend.
-        start_method: See there.
+        accelerator: The accelerator; by default that of the Trainer.
+        parallel_devices: The devices of the ranks on this node, or their names; by default those of the Trainer.
+        cluster_environment: Who starts the ranks, and where they meet; by default what Lightning finds.
+        checkpoint_io: How checkpoints are written and read.
+        precision_plugin: The precision; by default that of the Trainer.
+        ddp_comm_state: What a hook for the communication of DDP keeps between its calls.
+        ddp_comm_hook: Such a hook, in place of the mean of the gradients.
+        ddp_comm_wrapper: Wraps such a hook.
+        model_averaging_period: After how many steps a model averager works, which post-local SGD needs.
+        process_group_backend: Name of the backend, such as ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``; by default that
+            of the device.
+        timeout: Bound of each collective: seconds, a ``timedelta``, or the text of one such as ``"0:10:00"``; ``None`` is the
+            default of torch for the backend.
+        start_method: How Lightning starts the other ranks: ``"popen"`` runs the script again for each, the others make
+            processes for each stage.
         destroy: When the group ends: ``"on_teardown"`` (at the end of each stage), ``"per_trainer"`` (when another Trainer
             starts a stage), ``"on_destructor"`` (when the last strategy that used it is collected or closed),
             ``"on_error"`` (when a stage raises), ``"at_exit"``, ``"never"``; or a list: whichever comes first.
@@ -61,15 +69,17 @@ class PGroupDDPStrategy(GroupNames, LentParts):
             ``"destroy"`` or ``"keep"``. The default is ``"abort"``, for ``destroy="never"`` it is ``"keep"``.
         on_mismatch: What happens when the living group is another than the one a stage asks for: ``"recreate"``,
             ``"reuse"`` (with a warning) or ``"error"``.
-        destroy_timeout: How long an orderly destroy may take, seconds or a ``timedelta``; then the group is aborted. It first
-            waits for checkpoints that are being written in the background.
-        rendezvous_timeout: How long to wait at the start of a stage for ranks that do not come, seconds or a ``timedelta``;
-            ``None`` takes the group's ``timeout``.
+        destroy_timeout: How long an orderly destroy may take, in the same forms; then the group is aborted. It first waits for
+            checkpoints that are being written in the background.
+        rendezvous_timeout: How long to wait at the start of a stage for ranks that do not come, in the same forms; ``None``
+            takes the group's ``timeout``.
         init_method: ``"file://…"``, ``"tcp://…"`` or ``"env://"``: where the ranks meet, instead of the launcher's way.
         pg_options: Options of the backend, as ``torch.distributed.init_process_group`` takes them.
         groups: Named groups: lists of ranks by name, such as ``{"pairs": [[0, 1], [2, 3]]}``; see :meth:`group`.
         metrics: What happens to metrics of ``torchmetrics`` at the end of a stage: ``"compute"`` (computed over all ranks, so
             that their values stay right without the group) or ``"keep"`` (nothing).
+        record: A folder, or a file that ends in ``.jsonl``, to which each rank appends one JSON line for each thing that was
+            done with the group. What can not be written is said once in the log.
         **ddp_kwargs: Arguments of ``DistributedDataParallel``. ``process_group`` may be a name of ``groups``.
 
     Raises:
@@ -82,7 +92,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
     def __init__(
         self,
         accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
+        parallel_devices: list[torch.device] | list[str] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -94,15 +104,16 @@ class PGroupDDPStrategy(GroupNames, LentParts):
         timeout: Duration | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         *,
-        destroy: str | DestroyPolicy | Iterable[str | DestroyPolicy] = "per_trainer",
-        on_error: str | OnError | None = None,
-        on_mismatch: str | OnMismatch = "recreate",
+        destroy: PolicyName | Iterable[PolicyName] = "per_trainer",
+        on_error: OnErrorName | None = None,
+        on_mismatch: OnMismatchName = "recreate",
         destroy_timeout: Duration = 30.0,
         rendezvous_timeout: Duration | None = None,
         init_method: str | None = None,
         pg_options: Any = None,
         groups: Mapping[str, Ranks] | None = None,
-        metrics: str = "compute",
+        metrics: MetricsName = "compute",
+        record: str | os.PathLike[str] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         self._config = parse_config(
@@ -114,6 +125,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
             init_method=init_method,
             pg_options=pg_options,
             metrics=metrics,
+            record=record,
         )
         check_backend(process_group_backend)
         if start_method not in _START_METHODS:
@@ -123,7 +135,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
         self._define_groups(groups, ddp_kwargs.get("process_group"))
         super().__init__(
             accelerator=accelerator,
-            parallel_devices=parallel_devices,
+            parallel_devices=parse_devices(parallel_devices),
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
@@ -245,37 +257,6 @@ class PGroupDDPStrategy(GroupNames, LentParts):
             pass
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. Collective; between stages too, where it creates the group if needed."""
-        with self._collective("barrier") as distributed:
-            if distributed:
-                super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Send an object of one rank to all. Collective; between stages too, where it creates the group if needed."""
-        with self._collective("broadcast") as distributed:
-            return super().broadcast(obj, src) if distributed else obj
-
-    @override
-    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """Reduce a tensor over all ranks. Collective; between stages too, where it creates the group if needed."""
-        with self._collective("reduce") as distributed:
-            return super().reduce(tensor, group, reduce_op) if distributed else tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor of all ranks. Collective; between stages too, where it creates the group if needed."""
-        with self._collective("all_gather") as distributed:
-            return super().all_gather(tensor, group, sync_grads) if distributed else tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, say so. Collective; between stages too, where it creates the group if needed."""
-        with self._collective("reduce_boolean_decision") as distributed:
-            return super().reduce_boolean_decision(decision, all) if distributed else decision
-
-    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Write a checkpoint, on rank 0. Refused, before anything is written, once the strategy is closed."""
         process_state().lifecycle.check_open(self.claim(), "save_checkpoint")
@@ -296,14 +277,7 @@ class PGroupDDPStrategy(GroupNames, LentParts):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_claim": None, "_groups": dict(self._groups)}
 
-    def _collective(self, name: str) -> AbstractContextManager[bool]:
-        claim = self.claim()
-        if claim.failed and not in_error_handling():
-            claim.failed = False  # a hook for errors has raised itself, so that Lightning did not call `teardown` (F33)
-        attached = self.cluster_environment is not None and bool(self.parallel_devices)
-        may_be_rank = attached and self._start_method == "popen"
-        return collective(process_state().lifecycle, claim, name, self.request, may_be_rank=may_be_rank)
-
+    @override
     def request(self) -> GroupRequest:
         """The group that a stage of this strategy asks for. For the launchers."""
         return request_group(self, self._config, self._get_process_group_backend(), self._timeout)

@@ -86,6 +86,16 @@ def settle(group: ProcessGroup, backends: Iterable[str]) -> None:
         transport.settle(group)
 
 
+def count_peers(backends: Iterable[str], addresses: Sequence[bytes]) -> int:
+    """How many connections to other ranks a group has, as far as its backends can tell. Never waits.
+
+    Args:
+        backends: Its backends, as torch names them.
+        addresses: The values that it has in the store.
+    """
+    return sum(transport.count_peers(addresses) or 0 for transport in transports(backends))
+
+
 def cut(backends: Iterable[str], addresses: Sequence[bytes]) -> None:
     """Cut the connections of all groups, and leave the groups themselves as they are. Not collective; waits for nobody.
 

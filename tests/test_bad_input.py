@@ -21,11 +21,24 @@ BAD = [
     ({"destroy_timeout": 0}, ValueError, "more than 0 seconds"),
     ({"destroy_timeout": float("nan")}, ValueError, "finite"),
     ({"destroy_timeout": float("inf")}, ValueError, "finite"),
-    ({"destroy_timeout": "soon"}, TypeError, "number of seconds or a `timedelta`"),
+    ({"destroy_timeout": "soon"}, ValueError, "such as '0:00:30'.*got 'soon'"),
+    ({"destroy_timeout": "30s"}, ValueError, "such as '0:00:30'.*got '30s'"),
+    ({"destroy_timeout": "0:00:30x"}, ValueError, "such as '0:00:30'"),
+    ({"destroy_timeout": "0:00:99"}, ValueError, "such as '0:00:30'"),
+    ({"destroy_timeout": "0:00:00"}, ValueError, "more than 0 seconds"),
+    ({"destroy_timeout": "9" * 400 + ":00:00"}, ValueError, "must be"),
+    ({"destroy_timeout": [3]}, TypeError, "number of seconds, a `timedelta`"),
     ({"destroy_timeout": True}, TypeError, "number of seconds"),
     ({"rendezvous_timeout": -0.5}, ValueError, "`rendezvous_timeout`"),
     ({"rendezvous_timeout": 1e300}, ValueError, "at most"),
     ({"timeout": timedelta(seconds=-3)}, ValueError, "`timeout`"),
+    ({"parallel_devices": ["abacus"]}, ValueError, "`parallel_devices`.*cpu, cuda"),
+    ({"parallel_devices": "cpu"}, TypeError, "a list of devices"),
+    ({"pg_options": {"class_path": "x.Y"}}, TypeError, "could not build 'x.Y'"),
+    ({"record": ""}, ValueError, "path of a file or a folder"),
+    ({"record": "a\0b"}, ValueError, "path of a file or a folder"),
+    ({"record": b"x"}, TypeError, "path of a file or a folder"),
+    ({"record": True}, TypeError, "path of a file or a folder"),
     ({"process_group_backend": "smoke-signals"}, ValueError, "does not have. It has: .*'gloo'"),
     ({"process_group_backend": "cpu:gloo,cuda:carrier-pigeon"}, ValueError, "'carrier-pigeon'"),
     ({"process_group_backend": 3}, TypeError, "must be a string"),
@@ -65,6 +78,8 @@ def test_durations():
     assert parse_duration("x", 1.5) == timedelta(seconds=1.5)
     assert parse_duration("x", 2) == timedelta(seconds=2)
     assert parse_duration("x", timedelta(minutes=1)) == timedelta(minutes=1)
+    for span in (timedelta(seconds=30), timedelta(days=1, hours=12), timedelta(days=3, microseconds=7), timedelta(hours=23)):
+        assert parse_duration("x", str(span)) == span
     assert PGroupDDPStrategy(timeout=20)._timeout == timedelta(seconds=20)
     assert PGroupDDPStrategy(timeout=None)._timeout is None
 

@@ -48,7 +48,7 @@ def test_the_list_is_a_copy_and_bounded():
     strategy.events.append("x")
     assert strategy.events == []
     names = [field.name for field in dataclasses.fields(LifecycleEvent)]
-    assert " ".join(names) == "what why generation policy stage rank world_size backend start duration run attempt"
+    assert " ".join(names) == "what why generation policy stage rank world_size backend start duration run attempt trainer"
     assert strategy.claim().events.maxlen == 10_000
 
 
@@ -60,6 +60,7 @@ def test_public_names_are_frozen():
         "GroupLostError",
         "GroupMismatchError",
         "LifecycleEvent",
+        "LifecycleLogger",
         "NoGroupError",
         "NotInGroupError",
         "PGroupDDPStrategy",

@@ -45,7 +45,7 @@ BAD = {
     "no size": ({"rank": 0, "world_size": True}, TypeError, "`world_size` must be a whole number"),
     "backend": ({"backend": "smoke"}, ValueError, "`backend='smoke'` names 'smoke'"),
     "timeout": ({"timeout": 0}, ValueError, "`timeout` must be more than 0"),
-    "destroy_timeout": ({"destroy_timeout": "soon"}, TypeError, "`destroy_timeout`"),
+    "destroy_timeout": ({"destroy_timeout": "soon"}, ValueError, "`destroy_timeout`"),
     "rendezvous_timeout": ({"rendezvous_timeout": -1}, ValueError, "`rendezvous_timeout`"),
     "init_method": ({"init_method": "tcp://here"}, ValueError, "`init_method` must be"),
     "on_error": ({"on_error": "ignore"}, ValueError, "`on_error` must be one of"),

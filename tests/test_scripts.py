@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from lightning_pgroup.record_file import read_records
 from tests.scripts import ROOT, TORCHRUN, finish, run, start, start_command
 
 pytestmark = pytest.mark.scripts
@@ -41,7 +42,7 @@ def test_f27_plain_ddp_trains_on_half_of_the_data_without_a_word(tmp_path):
 
 SWEEP = """
 for number in range(3):
-    strategy = PGroupDDPStrategy(destroy="on_teardown")
+    strategy = PGroupDDPStrategy(destroy="on_teardown", record="records")
     trainer = make_trainer(strategy)
     trainer.fit(TinyModel(), datamodule=TinyData())
     trainer.test(TinyModel(), datamodule=TinyData(), verbose=False)
@@ -57,6 +58,9 @@ def test_a_sweep(launcher, tmp_path):
         assert done.said(rank) == [
             f"{n} created{2 * n + 1} destroyed{2 * n + 1} created{2 * n + 2} destroyed{2 * n + 2}" for n in range(3)
         ]
+        kept = [one for one in read_records(tmp_path / "records") if one["rank"] == rank]
+        assert [(one["generation"], one["trainer"]) for one in kept] == [(n // 2 + 1, n // 4 + 1) for n in range(12)]
+        assert len({(one["pid"], one["run"]) for one in kept}) == 1
 
 
 def test_f34_a_single_device_test_after_a_fit(tmp_path):
