@@ -46,7 +46,9 @@ class CommonGround:
         """
         self.team.check_failure(self._generation, "it can not go on")
         if self.group is not None and self.group.has_lost_a_peer():
-            raise RendezvousAbandonedError("it can not go on: a connection of the process group has broken, so a rank has ended")
+            raise RendezvousAbandonedError(
+                "it can not go on: a connection of the process group has broken, so a rank has ended"
+            )
 
     def has_failed(self) -> bool:
         """Whether a rank has failed, so that the group, if it is there, works no more."""

@@ -3,7 +3,10 @@
 import contextlib
 import copy
 import multiprocessing
+import os
 import pickle
+import signal
+import threading
 import time
 import warnings
 
@@ -333,6 +336,36 @@ def test_a_rank_that_is_late_is_named_and_finds_that_nobody_waits_for_it():
         assert "rank 0 gave up" in found[0]
         assert "of 1.0 s for rank 1 to end the stage" in found[0]
         assert said == (torch.tensor(1.0), False)
+
+
+@pytest.mark.parametrize(("size", "killed"), [(2, 1), (4, 2), (2, 0)])
+def test_a_rank_that_is_killed_while_the_others_wait_for_it_frees_them(size, killed):
+    """It leaves no word, and no launcher watches it here. The last one hosts the store, and takes that along."""
+
+    def job(rank):
+        model, pause = model_with(mean=MeanMetric()), threading.Event()
+
+        def last():
+            if rank == killed:
+                team = process_state().lifecycle._notices.team
+                raised = [f"hands/{team.rounds.number}/raised/{other}" for other in range(size) if other != killed]
+                while not team.store.check(raised):
+                    pause.wait(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with reports() as found:
+            fit(model, lambda model: model.mean.update(1.0), devices=size, callbacks=[Hook(last)], timeout=60)
+        return time.monotonic(), found, warns(model.mean), dist.is_initialized()
+
+    begin = time.monotonic()
+    for rank, result in enumerate(run_ranks(job, size, deadline=30, check_leaks=False, expect_death={killed})):
+        if rank != killed:
+            at, found, said, alive = result
+            assert at - begin < 5 + PATIENCE
+            assert len(found) == 1
+            assert "a connection of the process group has broken" in found[0] or killed == 0, found
+            assert said == (torch.tensor(1.0), True)
+            assert not alive
 
 
 def test_garbage_in_the_store_frees_all_and_leaves_the_stage_whole():
