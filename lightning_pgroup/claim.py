@@ -78,6 +78,7 @@ class Stage:
         request: Says which group it asks for; asked for only when that is needed.
         number: Number of that Trainer, for records.
         is_block: Whether it is a block, which has a group of its own unless a stage is running around it.
+        inner: Its number among the stages of its generation that began inside another one; 0 for the outermost.
         met: Whether it has come to the rendezvous of the ranks, or has stayed away from it for good.
         acquired: Whether it has got its group.
         groups: The named groups that its strategy knows: what they are, as a short text, by name.
@@ -95,6 +96,7 @@ class Stage:
     request: Callable[[], GroupRequest]
     number: int | None = None
     is_block: bool = False
+    inner: int = 0
     met: bool = False
     failure: str = ""
     acquired: bool = False

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 import time
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -17,6 +18,8 @@ MAX_MESSAGE = 2_000
 
 PREFIX = "failure"
 """The part of the store in which the records stand, by generation."""
+
+_POLL = 0.005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +105,27 @@ def read(store: Store, generation: int) -> FailureRecord | None:
     """
     where = key(generation)
     return _load(where, store.get(where)) if store.check([where]) else None
+
+
+def fails_with_all(store: Store, generation: int, inner: int, size: int, patience: float) -> bool:
+    """Whether all ranks fail in an inner stage, as they do when they run the same code with the same fault.
+
+    Called by each rank that fails in it; they all get the same answer. A rank that goes on may wait for them in a collective.
+
+    Args:
+        store: Where the ranks meet; under the prefix of the run.
+        generation: That of the group.
+        inner: Number of the stage among the inner ones of its generation.
+        size: Number of ranks.
+        patience: How long to wait for the others, seconds.
+    """
+    where, pause, deadline = f"{key(generation)}/inner/{inner}", threading.Event(), time.monotonic() + patience
+    answer = "all" if int(store.add(f"{where}/failed", 1)) == size else "some"
+    while answer == "some" and time.monotonic() < deadline:
+        if store.check([f"{where}/answer"]) or read(store, generation) is not None:
+            break
+        pause.wait(_POLL)
+    return store.compare_set(f"{where}/answer", "", answer) == b"all"
 
 
 def sign_in(store: Store, generation: int, rank: int) -> None:

@@ -34,12 +34,14 @@ class OwnedGroup:
         signature: What it was created with.
         run: Name of the run.
         attempt: How often the launcher has restarted the ranks, if it counts that.
+        inner_stages: How many stages began in it while another one was running; equal on all ranks that run the same.
     """
 
     generation: int
     signature: GroupSignature
     run: str
     attempt: int | None
+    inner_stages: int = field(default=0, init=False)
     _reference: "weakref.ref[ProcessGroup]"
     _hook: ExceptHookGuard = field(repr=False)
     _interface: GlooInterface = field(repr=False)

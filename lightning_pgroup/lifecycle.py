@@ -101,7 +101,11 @@ class Lifecycle:
         self._finish_pending()
         if not self._stages:
             self._custody.graveyard.clear()
+        current = self._custody.current
         stage = Stage(claim, name, None if trainer is None else weakref.ref(trainer), request, number, is_block)
+        if current is not None and self._is_shared():
+            current.inner_stages += 1
+            stage.inner = current.inner_stages
         self._stages.append(stage)
         claim.running += 1
         claim.is_rank = True
@@ -138,9 +142,10 @@ class Lifecycle:
         if stage.acquired and alive:
             return
         if stage.acquired:
+            advice = "A stage inside it has failed" if stage.failure else "Do not destroy the group in the middle of a stage"
             raise GroupLostError(
-                f"The process group ended while {stage.name!r} was running, so that no collective of it can work any"
-                " more. Do not destroy the group in the middle of a stage."
+                f"The process group ended while {stage.name!r} was running, so that no collective of it can work any more."
+                f" {advice}."
             )
         self._custody.notice_loss(stage.name)
         request = stage.request()
@@ -200,6 +205,10 @@ class Lifecycle:
             try:
                 if claim.failed and not nested:
                     self._notices.tell_failure(stage, error, hook)
+                elif claim.failed and self._notices.tell_if_alone(stage, error, hook):
+                    for around in self._stages:
+                        around.failure = around.failure or stage.failure
+                    self._custody.end(f"{why}, inside another one and not on all ranks", stage=stage.name, by=claim, abort=True)
             finally:
                 self._custody.apply(Event.STAGE_ERROR, stage=stage.name, in_use=nested or refused, why=why, by=claim)
             if not claim.failed:

@@ -29,6 +29,9 @@ _COURTESY = timedelta(seconds=0.2)
 
 _POLL = 0.005
 
+INNER_PATIENCE = 0.5
+"""How long a rank whose inner stage has failed waits for the others to fail in it too, seconds."""
+
 WORD_TIMEOUT = timedelta(seconds=1)
 """How long a rank that fails tries to tell the others."""
 
@@ -91,6 +94,29 @@ class Notices:
 
         run_bounded(tell, TELL_TIMEOUT, "failure")
         return first[0]
+
+    def tell_if_alone(self, stage: Stage, error: BaseException, hook: str) -> bool:
+        """Record the failure of an inner stage, if other ranks go on in it and so may wait for this one. Never raises.
+
+        Waits for the others at most :data:`INNER_PATIENCE`. When all ranks fail, the group is sound, and the stage around goes
+        on with it.
+
+        Returns:
+            Whether it was recorded, so that the group must end.
+        """
+        group, team = self._custody.current, self.team
+        if group is None or not group.is_alive() or team is None or team.size == 1 or not stage.inner:
+            return False
+        with_all = [False]
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):  # the host of the store may be the rank that has died
+                with_all[0] = failure.fails_with_all(team.store, group.generation, stage.inner, team.size, INNER_PATIENCE)
+
+        run_bounded(ask, timedelta(seconds=INNER_PATIENCE) + TELL_TIMEOUT, "inner")
+        if not with_all[0]:
+            self.tell(stage, error, hook, team, group.generation)
+        return not with_all[0]
 
     def leave_word(self, stage: Stage, error: BaseException | None) -> None:
         """Tell ranks that wait for this one how its stage ended. Local, waits at most :data:`WORD_TIMEOUT`; never raises.

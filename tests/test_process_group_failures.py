@@ -1,5 +1,6 @@
 """Blocks of `process_group` that do not end well: nobody waits, all know why, and the next block starts clean."""
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -17,7 +18,7 @@ from lightning_pgroup import PGroupDDPStrategy, PGroupError, destroy_process_gro
 from lightning_pgroup.gloo_interface import VARIABLE
 from lightning_pgroup.process_state import process_state
 from tests.blocks import Lines, block, generation, rank_sum
-from tests.faults import PATIENCE, Boom
+from tests.faults import PATIENCE, Boom, fit
 from tests.models import TinyData, TinyModel, make_trainer
 from tests.ranks import run_ranks
 from tests.test_interrupted_ends import Alarm, ring
@@ -332,3 +333,65 @@ def test_a_block_that_is_dropped_without_its_end():
             return gone, generation(), rank_sum(rank)
 
     assert run_ranks(job, deadline=20) == [(True, 2, 1.0)] * 2
+
+
+class SetupFails(PGroupDDPStrategy):
+    """Fails before it asks for its group."""
+
+    def setup_environment(self):
+        raise Boom("inner")
+
+
+@pytest.mark.parametrize(("size", "where"), [(2, "a step"), (4, "a step"), (2, "before its group"), (2, "a collective")])
+def test_an_inner_stage_that_fails_on_one_rank_frees_the_others(size, where):
+    """The failure is caught inside the block: the others would wait for this rank, and then be one collective behind."""
+
+    def inner(rank, fails):
+        if where == "a collective":
+            if fails:
+                with block(rank, size, timeout=60):
+                    raise Boom("inner")
+            with block(rank, size, timeout=60):
+                dist.all_reduce(torch.ones(1))
+            return
+        kind = SetupFails if fails and where == "before its group" else PGroupDDPStrategy
+        faults = [("module", "training_step", Boom("inner"))] if fails and where == "a step" else []
+        fit(kind(timeout=60), faults=faults, devices=size)
+
+    def job(rank):
+        found = []
+        with block(rank, size, timeout=60):
+            try:
+                inner(rank, fails=rank == 1)
+            except Exception as error:
+                found += [type(error).__name__, time.monotonic(), error.__notes__[0]]
+            found.append(dist.is_initialized())
+            with block(rank, size, timeout=60):
+                found.append(rank_sum(rank))
+        found.append(dist.is_initialized())
+        with block(rank, size, timeout=60):
+            found.append(rank_sum(rank))
+        return found
+
+    results = run_ranks(job, size, deadline=30)
+    for rank, (kind, _, note, alive, total, left, later) in enumerate(results):
+        assert kind == ("Boom" if rank == 1 else "RuntimeError")
+        assert "was on rank 1" in note
+        assert not alive, "the group was dropped, and what comes next inside the block gets another one"
+        assert total == later == sum(range(size))
+        assert not left
+    times = [at for _, at, *_ in results]
+    assert max(times) - min(times) < PATIENCE
+
+
+def test_an_inner_stage_that_fails_on_all_ranks_leaves_the_group_to_the_block():
+    def job(rank):
+        with block(rank, timeout=60):
+            for _ in range(3):
+                with contextlib.suppress(Boom):
+                    fit(PGroupDDPStrategy(timeout=60), faults=[("module", "on_train_start", Boom("both"))])
+            total = torch.ones(1)
+            dist.all_reduce(total)
+        return int(total)
+
+    assert run_ranks(job, deadline=30) == [2, 2]

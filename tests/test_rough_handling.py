@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_pgroup import PGroupDDPStrategy, PGroupError, RendezvousTimeoutError
+from lightning_pgroup import GroupLostError, PGroupDDPStrategy, PGroupError, RendezvousTimeoutError
 from lightning_pgroup.process_state import process_state
 from tests.models import TinyData, TinyModel, make_trainer, whats
 from tests.ranks import run_ranks
@@ -144,6 +144,40 @@ def test_an_inner_stage_that_fails_leaves_the_outer_ones_collectives_alone(same_
 
     # A Trainer that runs one stage inside the other registers Lightning's signal handlers twice and restores them once.
     assert run_ranks(job, check_leaks=not same_trainer) == [["inner raised", [0.0, 1.0], 1.0]] * 2
+
+
+def test_an_inner_stage_that_fails_on_one_rank_ends_the_group_and_frees_the_others():
+    """Its failure is caught in a hook. The stage around can not go on: its ranks would be one collective apart."""
+
+    def job(rank):
+        strategy, seen = PGroupDDPStrategy(destroy="on_teardown", timeout=60), []
+
+        class Broken(TinyModel):
+            def on_validation_start(self):
+                if rank == 1:
+                    raise ValueError("inner")
+
+        class Outer(Callback):
+            def on_train_end(self, trainer, pl_module):
+                inner = make_trainer(PGroupDDPStrategy(timeout=60), limit_val_batches=1)
+                try:
+                    inner.validate(Broken(), dataloaders=DataLoader(TinyData().rows, batch_size=4), verbose=False)
+                except Exception as error:
+                    seen.append((type(error).__name__, error.__notes__[0]))
+                trainer.strategy.barrier()
+
+        trainer = make_trainer(strategy, callbacks=[Outer()])
+        with pytest.raises(GroupLostError, match="A stage inside it has failed") as lost:
+            trainer.fit(TinyModel(), datamodule=TinyData())
+        make_trainer(strategy).fit(TinyModel(), datamodule=TinyData())
+        return seen, lost.value.__notes__, whats(strategy)[-2:]
+
+    results = run_ranks(job, deadline=30)
+    for rank, (((kind, note),), notes, last) in enumerate(results):
+        assert kind == ("ValueError" if rank == 1 else "RuntimeError")
+        assert note in notes
+        assert "was on rank 1" in note
+        assert [event[:2] for event in last] == [("fit", "created"), ("fit", "destroyed")]
 
 
 def test_a_stopped_host_of_the_store_is_not_waited_for_beyond_the_timeout(tmp_path):
