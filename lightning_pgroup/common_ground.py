@@ -1,5 +1,6 @@
 """Where the ranks of a stage can do something together before it ends."""
 
+import time
 from datetime import timedelta
 
 from lightning_pgroup import records
@@ -7,6 +8,9 @@ from lightning_pgroup.claim import Stage
 from lightning_pgroup.errors import RendezvousAbandonedError
 from lightning_pgroup.group import OwnedGroup
 from lightning_pgroup.team import Team
+
+_COURTESY = 0.5
+"""How long a rank that has lost a connection lets the other one say why, seconds: it may only have ended its group."""
 
 
 class CommonGround:
@@ -29,6 +33,7 @@ class CommonGround:
         self.group = group
         self.number = team.rounds.number
         self._stage = stage
+        self._lost_at = 0.0
         self._generation = 0 if group is None else group.generation
         self.log_prefix = records.prefix(team.run, team.attempt, team.rank, team.size, self._generation)
 
@@ -44,16 +49,25 @@ class CommonGround:
         Raises:
             RendezvousAbandonedError: One of them has failed, or its process has ended, which leaves no word.
         """
-        self.team.check_failure(self._generation, "it can not go on")
-        if self.group is not None and self.group.has_lost_a_peer():
+        self._check_word()
+        if self.group is None or not self.group.has_lost_a_peer():
+            return
+        self._lost_at = self._lost_at or time.monotonic()
+        if time.monotonic() - self._lost_at > _COURTESY:
             raise RendezvousAbandonedError(
                 "it can not go on: a connection of the process group has broken, so a rank has ended"
             )
 
+    def _check_word(self) -> None:
+        self.team.check_failure(self._generation, "it can not go on")
+
     def has_failed(self) -> bool:
-        """Whether a rank has failed, so that the group, if it is there, works no more."""
+        """Whether a rank has failed, so that the group, if it is there, works no more.
+
+        Connections do not count: another rank may have left the stage by now, and ended its group in good order.
+        """
         try:
-            self.check()
+            self._check_word()
         except RendezvousAbandonedError:
             return self.group is not None
         return False

@@ -1,5 +1,6 @@
 """Records on disk: one whole line for each event and rank, whoever starts the ranks, and never a stage that fails for them."""
 
+import itertools
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_pgroup import LifecycleEvent, PGroupDDPStrategy, record_file
+from lightning_pgroup import LifecycleEvent, PGroupDDPStrategy, record_file, stage_call
 from lightning_pgroup.record_file import BLOCK, append, read_records
 from tests.models import TinyData, TinyModel, make_trainer
 from tests.ranks import run_ranks
@@ -24,6 +25,12 @@ EVENT = LifecycleEvent(
     what="created", why="x", generation=1, policy=("at_exit",), stage="fit", rank=0, world_size=2, backend="gloo",
     start=1.5, duration=0.25, run="", attempt=None,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _first_trainer(monkeypatch):
+    """Trainers are counted from 1, whatever ran before in the process from which the ranks are forked."""
+    monkeypatch.setattr(stage_call, "_counter", itertools.count(1))
 
 
 def fit(strategy, **kwargs):
