@@ -65,14 +65,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-rank, pause, tried = os.environ["RANK"], threading.Event(), Path("rank 1 has tried")
+rank, pause, ended, tried = os.environ["RANK"], threading.Event(), Path("rank 0 has ended"), Path("rank 1 has tried")
 for cycle, timeout in enumerate((30, 1, 1), start=1):
-    while cycle == 2 and rank == "0" and not tried.exists():
+    if cycle == 2 and rank == "0":
+        ended.touch()
+    while cycle == 2 and not (tried if rank == "0" else ended).exists():
         pause.wait(0.02)
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     finally:
-        if cycle == 2:
+        if cycle == 2 and rank == "1":
             tried.touch()
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
