@@ -1,34 +1,24 @@
 """README's examples run as they stand, and its tables name what there is."""
 
-import contextlib
-import io
-import os
 import re
 from pathlib import Path
 
 from lightning_pgroup.policy import DestroyPolicy, OnError, OnMismatch
-from tests.models import TinyData, TinyModel
 from tests.ranks import run_ranks
+from tests.snippets import blocks_of, run_blocks, shown
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+BLOCKS = blocks_of("README.md")
 
 
 def test_examples_run_one_after_the_other(tmp_path):
     def job(rank):
-        os.chdir(tmp_path)
-        namespace, printed = {"model": TinyModel(), "digits": TinyData()}, []
-        for block in BLOCKS:
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(block, namespace)
-            printed.append(out.getvalue().splitlines())
-        return printed
+        return [printed.splitlines() for printed in run_blocks(BLOCKS, tmp_path)]
 
     first, second = run_ranks(job)
     for block, lines, others in zip(BLOCKS, first, second, strict=True):
-        shown = re.findall(r"^# (.*)$", block, re.MULTILINE)
-        if shown:
-            assert (lines, others) == (shown, [])
+        if shown(block):
+            assert (lines, others) == (shown(block), [])
 
 
 def test_every_argument_is_in_the_table():
