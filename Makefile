@@ -27,7 +27,7 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 
 .venv/installed: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
-	$(INSTALL) -e ".[check,cli,examples,ray,test]"
+	$(INSTALL) -e ".[check,cli,docs,examples,notebook,plot,ray,sweeps,test]"
 	touch $@
 
 clean:
