@@ -9,9 +9,10 @@ _hurry = False
 _shield = threading.local()
 _SLICE = 0.05
 _PAUSE = 0.01
+_SHORT_PAUSE = 0.0005
 
 
-class _Call:
+class Call:
     """A function that runs once, on the thread that comes to it first, and what it has raised.
 
     Its end is a flag and a lock, and no ``threading.Event``: a signal in the middle of that would leave the lock of the event
@@ -46,6 +47,26 @@ class _Call:
         """Wait for its end at most ``timeout`` seconds, or not even that; ask :attr:`done` afterwards."""
         if not self.done:
             self._gate.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
+
+    def wait_for_end(self, timeout: timedelta, *, impatient: bool = False, enough: Callable[[], bool] | None = None) -> bool:
+        """Wait for its end at most ``timeout``.
+
+        Args:
+            timeout: The bound.
+            impatient: Whether an interrupt of the shielded call around this one (:func:`run_shielded`) ends the wait.
+            enough: Asked two thousand times a second; ends the wait as well when it holds.
+
+        Returns:
+            Whether it has ended, or ``enough`` holds.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        longest = _SLICE if enough is None else _SHORT_PAUSE
+        while not self.done and not (enough is not None and enough()):
+            left = deadline - time.monotonic()
+            if left <= 0 or (impatient and _hurry):
+                return False
+            self.wait(min(longest, left))  # in slices, since whoever else waits may have got hold of the gate
+        return True
 
     def finish(self) -> None:
         """Leave no thread of it behind, once it is done, and raise what it has raised."""
@@ -82,16 +103,17 @@ def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, 
     Raises:
         Exception: What ``function`` raised, if it ended in time.
     """
-    call = _Call(function)
+    call = Call(function)
     call.start(name)
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not call.done:
-        left = deadline - time.monotonic()
-        if left <= 0 or (impatient and _hurry):
-            return False
-        call.wait(min(_SLICE, left) if impatient else left)
+    if not call.wait_for_end(timeout, impatient=impatient):
+        return False
     call.finish()
     return True
+
+
+def time_left(deadline: float) -> timedelta:
+    """The time until ``deadline``, by the monotonic clock; nothing after it."""
+    return timedelta(seconds=max(0.0, deadline - time.monotonic()))
 
 
 def wait_until(condition: Callable[[], bool], timeout: timedelta) -> bool:
@@ -126,7 +148,7 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
     global _hurry
     interrupts: tuple[BaseException, ...] = ()
     later: list[Callable[[], object]] = []
-    call: _Call | None = None
+    call: Call | None = None
     on_main_thread: bool | None = None
     over = False
     while not over:
@@ -135,7 +157,7 @@ def run_shielded(function: Callable[[], None], name: str) -> None:
                 on_main_thread = threading.current_thread() is threading.main_thread()
             if not on_main_thread:
                 break
-            call = call or _Call(lambda: _run_below_shield(function, later))
+            call = call or Call(lambda: _run_below_shield(function, later))
             call.start(name)
             while not call.done:
                 call.wait(_SLICE)

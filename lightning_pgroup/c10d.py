@@ -295,6 +295,14 @@ def serves_cpu(group: ProcessGroup) -> bool:
         return False
 
 
+def gloo_workers(group: ProcessGroup) -> int | None:
+    """How many threads gloo has for the collectives of ``group``; ``None`` where it does not say."""
+    try:
+        return int(group._get_backend(torch.device("cpu")).options._threads)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def finish_hooks(group: ProcessGroup) -> None:
     """Wait for pending completion hooks of ``group``, as torch does before it shuts a group down."""
     if type(group) is ProcessGroup and group._has_hooks():

@@ -56,7 +56,7 @@ def _end(
 ) -> None:
     """End groups that were taken out of torch's bookkeeping; whoever still holds one can not talk over ``used`` any more."""
     try:
-        if not problem and not transport.shut_down(groups, timeout, release=False):
+        if not problem and not transport.shut_down(groups, timeout):
             problem = f"it took more than {timeout.total_seconds():g} s"
     except Exception as error:
         problem = f"the backend's shutdown raised {type(error).__name__}: {error}"

@@ -6,8 +6,6 @@ very lock to release a finished collective. The process then stands still, deaf 
 until its wrappers have lost their reducers, and is then released by Python, which gives its lock away meanwhile.
 """
 
-import threading
-import time
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
@@ -16,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pgroup import transport
+from lightning_pgroup.release import Releases
 
 Wrapper = weakref.ref[DistributedDataParallel]
 
@@ -24,11 +23,11 @@ _HOLDERS = ("reducer", "logger")
 
 
 class Graveyard:
-    """The ended groups of this process that a wrapper may still hold, and the threads that release those that are free."""
+    """The ended groups of this process that a wrapper may still hold, and the release of those that are free."""
 
     def __init__(self) -> None:
         self._graves: list[tuple[list[ProcessGroup], list[Wrapper]]] = []
-        self._releasing: list[threading.Thread] = []
+        self._releases = Releases()
         self._connections: list[tuple[frozenset[str], tuple[bytes, ...]]] = []
 
     def bury(self, groups: list[ProcessGroup], wrappers: Iterable[Wrapper]) -> None:
@@ -38,7 +37,7 @@ class Graveyard:
         if grave[1]:
             self._graves.append(grave)
         else:
-            self._release(grave[0])
+            self._releases.start(grave[0])
 
     def clear(self) -> None:
         """Release all groups. Their wrappers lose their reducers: they have nothing to reduce over any more. Never waits.
@@ -48,7 +47,7 @@ class Graveyard:
         graves, self._graves = self._graves, []
         for groups, wrappers in graves:
             detach(wrappers)
-            self._release(groups)
+            self._releases.start(groups)
 
     def leave_connections(self, backends: Iterable[str], addresses: tuple[bytes, ...]) -> None:
         """Take over connections that must not be cut yet, since another rank may still be at making them."""
@@ -60,24 +59,17 @@ class Graveyard:
         while self._connections:
             transport.cut(*self._connections.pop())
 
-    def finish(self, timeout: timedelta) -> None:
-        """Wait, at most ``timeout``, for the destructors: the interpreter must not end in the middle of one."""
-        deadline = time.monotonic() + timeout.total_seconds()
-        while self._releasing:
-            self._releasing.pop().join(max(0.0, deadline - time.monotonic()))
+    def drain(self, groups: list[ProcessGroup], timeout: timedelta) -> bool:
+        """Let go of groups that no wrapper holds, and return as soon as nothing is pending in them, at most after ``timeout``.
 
-    def _release(self, groups: list[ProcessGroup]) -> None:
-        if not groups:
-            return
-        self._releasing = [thread for thread in self._releasing if thread.is_alive()]
-        # A destructor may wait for work that never ends; whoever ends a group must not wait for it.
-        thread = threading.Thread(target=groups.clear, name="lightning-pgroup-release", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            groups.clear()  # Python 3.12 starts no thread any more once the interpreter has begun to exit
-        else:
-            self._releasing.append(thread)
+        Returns:
+            Whether that was so in time.
+        """
+        return self._releases.drain(groups, timeout)
+
+    def finish(self, timeout: timedelta) -> None:
+        """Wait, at most ``timeout``, for the destructors: the interpreter must not end, or fork, in the middle of one."""
+        self._releases.finish(timeout)
 
 
 def detach(wrappers: Iterable[Wrapper]) -> None:

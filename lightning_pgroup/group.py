@@ -1,5 +1,6 @@
 """One generation: creates a default group over a store, knows whether it still lives, and ends it."""
 
+import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pgroup import c10d, lineage, transport
 from lightning_pgroup.backends import peers_notice
+from lightning_pgroup.bounded import time_left
 from lightning_pgroup.excepthook import ExceptHookGuard
 from lightning_pgroup.gloo_interface import GlooInterface
 from lightning_pgroup.graveyard import Graveyard, Wrapper
@@ -95,11 +97,14 @@ class OwnedGroup:
         if unfinished:
             self.abort(graveyard)
             return unfinished
+        deadline = time.monotonic() + rest.total_seconds()
         backends, addresses, used = c10d.backends_in_use(), self._seen_addresses(), self._used_addresses()
         groups = self._take()
         problem = "it was interrupted"
         try:
-            if transport.shut_down(groups, rest, release=not self._wrappers):
+            if transport.shut_down(groups, time_left(deadline)) and (
+                self._wrappers or graveyard.drain(groups, time_left(deadline))
+            ):
                 problem = ""
                 transport.cut(backends, used)
                 graveyard.leave_connections(backends, tuple(one for one in addresses if one not in used))

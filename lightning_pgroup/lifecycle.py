@@ -27,7 +27,7 @@ from lightning_pgroup.saves import is_saving, watch_saves
 from lightning_pgroup.turns import Turns, in_turn
 
 RELEASE_TIMEOUT = timedelta(seconds=1)
-"""How long the end of a process waits for the destructors of groups that it has aborted."""
+"""How long the end of a process, a fork, or :meth:`Lifecycle.close` waits for the destructors of groups that have ended."""
 
 FOREIGN_TIMEOUT = timedelta(seconds=30)
 """How long an orderly destroy of a group of other code may take."""
@@ -294,6 +294,7 @@ class Lifecycle:
         claim.closed = True
         self._finish_pending()
         self._give_up(claim, Event.STRATEGY_CLOSED)
+        self.finish_releases()
 
     def destroy(self, timeout: timedelta | None = None, *, foreign: bool = False) -> None:
         """End the group at a user's request; nothing happens without one. Local, bounded by ``timeout``.
@@ -355,6 +356,10 @@ class Lifecycle:
             self._pending.clear()
             self._custody.apply(event)
             self._custody.graveyard.clear()
+        self.finish_releases()
+
+    def finish_releases(self) -> None:
+        """Wait, at most :data:`RELEASE_TIMEOUT`, for the destructors of groups that have ended. Local, on any thread."""
         self._custody.graveyard.finish(RELEASE_TIMEOUT)
 
     def _end_later(self, stage: Stage, event: Event) -> None:

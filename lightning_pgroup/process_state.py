@@ -65,7 +65,7 @@ def process_state() -> ProcessState:
     if not _registered:
         _registered = True
         atexit.register(_at_exit)
-        os.register_at_fork(after_in_child=_after_fork_in_child)
+        os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
     return _state
 
 
@@ -90,6 +90,12 @@ def _ends_with_traceback() -> bool:
     trace = getattr(sys, "last_traceback", None)
     # Also set where C code prints an exception and goes on, but not with the bottom of the stack in it.
     return trace is not None and trace.tb_frame.f_back is None
+
+
+def _before_fork() -> None:
+    # The child would have half a destructor, and whatever lock that holds.
+    if _state is not None:
+        _state.lifecycle.finish_releases()
 
 
 def _after_fork_in_child() -> None:

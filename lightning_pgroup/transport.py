@@ -50,14 +50,12 @@ def values(store: Store, keys: list[str]) -> list[bytes]:
     return list(store.multi_get(keys)) if at_once else [store.get(key) for key in keys]
 
 
-def shut_down(groups: list[ProcessGroup], timeout: timedelta, *, release: bool) -> bool:
+def shut_down(groups: list[ProcessGroup], timeout: timedelta) -> bool:
     """Shut groups down in the given order. Not collective; does not wait for other ranks.
 
     Args:
         groups: Taken out of torch's bookkeeping before.
         timeout: How long to wait for all of them together; an interrupt ends the wait.
-        release: Whether to release them too, within the same bound: gloo's destructor waits for work that is still pending.
-            The list is empty afterwards if that ended in time.
 
     Returns:
         Whether all ended in time.
@@ -70,8 +68,6 @@ def shut_down(groups: list[ProcessGroup], timeout: timedelta, *, release: bool) 
         problems = [problem for group in groups if (problem := _shut_down_one(group)) is not None]
         if problems:
             raise problems[0]
-        if release:
-            groups.clear()
 
     return run_bounded(run, timeout, "shutdown", impatient=True)
 
