@@ -125,7 +125,7 @@ class Acquisition:
         """Let all ranks decide; returns the decision as JSON."""
 
         def answer(said: list[dict[str, Any]]) -> str:
-            decision = agreement.decide([Report.from_payload(one, f"rank/{rank}") for rank, one in enumerate(said)])
+            decision = agreement.decide(agreement.reports_of(said))
             if decision.action == agreement.CREATE:
                 team.announce(decision.generation)
             return decision.to_json()
@@ -149,7 +149,6 @@ class Acquisition:
             elif custody.is_next_trainer(stage.trainer) and custody.action(Event.NEXT_TRAINER) is Action.DESTROY:
                 fresh = reason(Event.NEXT_TRAINER)
         return Report(
-            rank=request.place.rank,
             generation=0 if living is None else living.generation,
             highest=custody.highest,
             fresh=fresh,

@@ -21,10 +21,9 @@ _STRICTNESS = (OnMismatch.ERROR, OnMismatch.RECREATE, OnMismatch.REUSE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank has and wants at the start of a stage.
+    """What one rank has and wants at the start of a stage. Equal on most ranks, most of the time, so not whose it is.
 
     Attributes:
-        rank: Who speaks.
         generation: The living generation that it owns, 0 without one.
         highest: The highest generation that it ever had.
         fresh: Why it must not reuse what it has; empty if it may.
@@ -38,7 +37,6 @@ class Report:
         wanted: The fields of the wanted signature that all ranks must share.
     """
 
-    rank: int
     generation: int
     highest: int
     fresh: str = ""
@@ -104,73 +102,86 @@ class Decision:
         return decision
 
 
+def reports_of(said: Sequence[dict[str, Any]]) -> list[Report]:
+    """Rebuild what all ranks have said, in rank order. Ranks that share an object share their report.
+
+    Raises:
+        GarbledStoreError: One of them is no report.
+    """
+    reports: dict[int, Report] = {}
+    for rank, one in enumerate(said):
+        if id(one) not in reports:
+            reports[id(one)] = Report.from_payload(one, f"rank/{rank}")
+    return [reports[id(one)] for one in said]
+
+
 def decide(reports: Sequence[Report]) -> Decision:
     """Decide for all ranks what to do at the start of a stage.
 
     Args:
-        reports: One report of every rank.
+        reports: One report of every rank, in rank order. Ranks that say the same may share one object, which is looked at once.
 
     Returns:
         The decision. Reuse needs the same living generation on all ranks, the wanted signature, and nobody who asks for a
         fresh group; all else leads to a new generation, one above the highest that any rank ever had.
     """
-    held = {name for report in reports for name in report.held}
+    distinct = list({id(report): report for report in reports}.values())
+    held = {name for report in distinct for name in report.held}
     # A member that does not know it, or knows another one, would let the others wait.
-    known = [name for name in sorted(held) if all(name in report.groups for report in reports)]
-    same = [name for name in known if len({json.dumps(report.groups[name]) for report in reports}) == 1]
-    return replace(_decide(reports), held=tuple(same))
+    known = [name for name in sorted(held) if all(name in report.groups for report in distinct)]
+    same = [name for name in known if len({json.dumps(report.groups[name]) for report in distinct}) == 1]
+    return replace(_decide(reports, distinct), held=tuple(same))
 
 
-def _decide(reports: Sequence[Report]) -> Decision:
-    disagreement = _disagreement(reports)
+def _decide(reports: Sequence[Report], distinct: Sequence[Report]) -> Decision:
+    disagreement = _disagreement(reports, distinct)
     if disagreement:
         return Decision(action=REFUSE, generation=0, why=disagreement)
-    if all(report.foreign for report in reports):
+    if all(report.foreign for report in distinct):
         return Decision(action=ADOPT, generation=0, why="the group was there before and belongs to other code")
-    new = max(report.highest for report in reports) + 1
-    living = {report.generation for report in reports}
+    new = max(report.highest for report in distinct) + 1
+    living = {report.generation for report in distinct}
     if living == {0}:
         return Decision(action=CREATE, generation=new, why=_first_fresh(reports) or "there was no group")
     if len(living) > 1:
         holders = _by_value(
-            (report.rank, f"generation {report.generation}" if report.generation else "no group") for report in reports
+            (rank, f"generation {one.generation}" if one.generation else "no group") for rank, one in enumerate(reports)
         )
         return Decision(action=CREATE, generation=new, why=f"the ranks do not have the same group: {holders}")
     fresh = _first_fresh(reports)
     if fresh:
         return Decision(action=CREATE, generation=new, why=fresh)
-    differing = [report for report in reports if report.differences]
-    if differing:
-        return _decide_mismatch(reports, differing, living.pop(), new)
+    if any(report.differences for report in distinct):
+        return _decide_mismatch(reports, distinct, living.pop(), new)
     return Decision(action=REUSE, generation=living.pop(), why="all ranks have it and it is what the stage asks for")
 
 
-def _decide_mismatch(reports: Sequence[Report], differing: Sequence[Report], living: int, new: int) -> Decision:
-    named = _by_value((report.rank, ", ".join(report.differences)) for report in differing)
-    wishes = {OnMismatch(report.on_mismatch) for report in reports}
+def _decide_mismatch(reports: Sequence[Report], distinct: Sequence[Report], living: int, new: int) -> Decision:
+    named = _by_value((rank, ", ".join(one.differences)) for rank, one in enumerate(reports) if one.differences)
+    wishes = {OnMismatch(report.on_mismatch) for report in distinct}
     strictest = next(wish for wish in _STRICTNESS if wish in wishes)
     if strictest is OnMismatch.ERROR:
         why = f"the living group differs from what the stage asks for ({named}) and on_mismatch='error'"
         return Decision(action=REFUSE, generation=0, why=why, mismatch=True)
-    if any(report.resized for report in reports):
+    if any(report.resized for report in distinct):
         return Decision(action=CREATE, generation=new, why=f"the group has another size or order of ranks ({named})")
     if strictest is OnMismatch.REUSE:
         return Decision(action=REUSE, generation=living, why=f"on_mismatch='reuse', although it differs ({named})")
     return Decision(action=CREATE, generation=new, why=f"the stage asks for another group ({named})")
 
 
-def _disagreement(reports: Sequence[Report]) -> str:
+def _disagreement(reports: Sequence[Report], distinct: Sequence[Report]) -> str:
     """Name what the ranks must share but do not; empty if all is well."""
     found = []
-    foreign = {report.foreign for report in reports}
+    foreign = {report.foreign for report in distinct}
     if len(foreign) > 1:
-        holders = ((r.rank, "a group of other code" if r.foreign else "none of that kind") for r in reports)
+        holders = ((rank, "a group of other code" if one.foreign else "none of that kind") for rank, one in enumerate(reports))
         found.append(f"the default group ({_by_value(holders)})")
-    if len({report.stage for report in reports}) > 1:
-        found.append(f"stage ({_by_value((r.rank, repr(r.stage)) for r in reports)})")
+    if len({report.stage for report in distinct}) > 1:
+        found.append(f"stage ({_by_value((rank, repr(one.stage)) for rank, one in enumerate(reports))})")
     for name in reports[0].wanted:
-        if len({json.dumps(report.wanted.get(name)) for report in reports}) > 1:
-            found.append(f"{name} ({_by_value((r.rank, repr(r.wanted.get(name))) for r in reports)})")
+        if len({json.dumps(report.wanted.get(name)) for report in distinct}) > 1:
+            found.append(f"{name} ({_by_value((rank, repr(one.wanted.get(name))) for rank, one in enumerate(reports))})")
     return f"the ranks differ in {'; '.join(found)}" if found else ""
 
 

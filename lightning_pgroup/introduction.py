@@ -17,7 +17,7 @@ from lightning_pgroup.__about__ import __version__
 
 
 class Said(TypedDict):
-    """What stands under ``rank/<k>``."""
+    """What stands under ``rank/<k>``. What it says in the round is JSON of its own, so that equal texts are read once."""
 
     who: str
     host: str
@@ -25,7 +25,7 @@ class Said(TypedDict):
     round: int
     left: bool
     time: float
-    said: dict[str, Any]
+    said: str
 
 
 class Terms(TypedDict):
@@ -64,7 +64,7 @@ class Introduction:
         """
         if self._is_known:
             return ""
-        first = json.dumps({**self.me, "round": 0, "left": True, "time": 0.0, "said": {}})
+        first = json.dumps({**self.me, "round": 0, "left": True, "time": 0.0, "said": "{}"})
         key = f"rank/{self._rank}"
         other = payload.read(self._store.compare_set(key, "", first), key, Said)
         self._is_known = other["who"] == self.me["who"]

@@ -103,6 +103,18 @@ def parse(value: bytes | str, key: str, limit: int = LIMIT) -> Any:
         raise garbled(key, "JSON", value) from None
 
 
+def parse_object(value: bytes | str, key: str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        GarbledStoreError: It is none.
+    """
+    parsed = parse(value, key)
+    if not isinstance(parsed, dict):
+        raise garbled(key, "an object", parsed)
+    return parsed
+
+
 def if_readable(reader: Callable[[], _Result]) -> _Result | None:
     """What ``reader`` reads, or nothing if that is garbled. For what is only good to know: it must not stop a run."""
     try:

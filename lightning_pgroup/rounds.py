@@ -40,7 +40,8 @@ _ANSWER_TIMEOUT = timedelta(seconds=2)
 _SHOWN = 300
 
 Answer = Callable[[list[dict[str, Any]]], str]
-"""Makes the outcome of a round from what the ranks said, in rank order. Runs on one rank only, the last to arrive."""
+"""Makes the outcome of a round from what the ranks said, in rank order; those who said the same share an object. Runs on one
+rank only, the last to arrive."""
 
 
 class Outcome(TypedDict, total=False):
@@ -156,7 +157,7 @@ class Rounds:
 
     def _say(self, said: dict[str, Any], *, left: bool = False) -> None:
         where = {"round": self.number, "left": left, "time": time.time()}
-        self._store.set(f"rank/{self._rank}", json.dumps({**self._introduction.me, **where, "said": said}))
+        self._store.set(f"rank/{self._rank}", json.dumps({**self._introduction.me, **where, "said": json.dumps(said)}))
 
     def _take_part(
         self,
@@ -186,7 +187,7 @@ class Rounds:
                     outcomes.append(self._close(number, key, answer))
                 else:
                     self._wait(key, deadline)
-                    outcomes.append(self._read(key, self._store.get(key)))
+                    outcomes.append(self._read(key, self._value_of(key)))
             except BaseException as error:
                 problems.append(error)
             finally:
@@ -227,15 +228,25 @@ class Rounds:
         values = self._store.multi_get(keys) if at_once else [self._store.get(one) for one in keys]
         spoken = [payload.read(value, one, Said) for one, value in zip(keys, values, strict=True)]
         if any(one["round"] != number or one["left"] for one in spoken):
-            outcome = self._read(key, self._store.get(key))  # whoever has moved on has given up this round before
+            outcome = self._read(key, self._value_of(key))  # whoever has moved on has given up this round before
         else:
-            outcome = self._publish(key, {"answer": answer([one["said"] for one in spoken])})
+            texts = [one["said"] for one in spoken]
+            said: dict[str, dict[str, Any]] = {}
+            for key_of_rank, text in zip(keys, texts, strict=True):
+                if text not in said:
+                    said[text] = payload.parse_object(text, key_of_rank)
+            outcome = self._publish(key, {"answer": answer([said[text] for text in texts])})
         if "answer" in outcome:
             self._delete_before(number)
         return outcome
 
     def _publish(self, key: str, outcome: Outcome) -> Outcome:
         return self._read(key, self._store.compare_set(key, "", json.dumps(outcome)))
+
+    def _value_of(self, key: str) -> bytes:
+        """The value of a key that is there. One message to the store, of which ``get`` needs two, since it waits first."""
+        value: bytes = self._store.compare_set(key, "", "")
+        return value
 
     def _read(self, key: str, value: bytes) -> Outcome:
         outcome = payload.read(value, key, Outcome)
@@ -279,7 +290,8 @@ class Rounds:
                 missing.append(f"rank {rank} (never seen)")
             elif (seen["round"] != number or seen["left"]) and rank != self._rank:
                 at = datetime.fromtimestamp(seen["time"]).strftime("%H:%M:%S")
-                stage = payload.clean(str(seen["said"].get("stage", ""))[:_SHOWN])
+                said_then = payload.if_readable(lambda seen=seen, key=key: payload.parse_object(seen["said"], key)) or {}  # type: ignore[misc]
+                stage = payload.clean(str(said_then.get("stage", ""))[:_SHOWN])
                 missing.append(f"rank {rank} (last seen at {at}: {stage!r}, pid {seen['pid']} on {seen['host']})")
         absent = f"{len(missing)} did not come: {'; '.join(missing)}" if missing else "the last of them came too late"
         return RendezvousTimeoutError(

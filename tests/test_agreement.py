@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from lightning_pgroup.agreement import ADOPT, CREATE, REFUSE, REUSE, Decision, Report, decide
+from lightning_pgroup.agreement import ADOPT, CREATE, REFUSE, REUSE, Decision, Report, decide, reports_of
 
 
 def report(rank, generation=0, highest=None, **kwargs):
     wanted = {"backend": "gloo", "world_size": 3}
     defaults = {"stage": "fit", "wanted": wanted}
     highest = generation if highest is None else highest
-    return Report(rank=rank, generation=generation, highest=highest, **{**defaults, **kwargs})
+    return Report(generation=generation, highest=highest, **{**defaults, **kwargs})
 
 
 def test_no_group_anywhere_creates_the_first():
@@ -122,3 +122,16 @@ def test_reports_and_decisions_travel_as_json():
     assert Report.from_payload(json.loads(json.dumps(one.to_payload()))) == one
     decision = Decision(action=CREATE, generation=3, why="because", mismatch=True)
     assert Decision.from_json(decision.to_json()) == decision
+
+
+def test_ranks_that_say_the_same_share_a_report_and_the_decision_is_the_same():
+    said = [report(0, 4).to_payload(), report(2, 3).to_payload()]
+    shared = reports_of([said[0], said[0], said[1], said[0]])
+    assert shared[0] is shared[1] is shared[3]
+    single = [report(0, 4), report(1, 4), report(2, 3), report(3, 4)]
+    assert shared == single
+    assert decide(shared) == decide(single)
+    assert "ranks 0, 1, 3: generation 4; rank 2: generation 3" in decide(shared).why
+    for change in ({"stage": "test"}, {"wanted": {"backend": "nccl"}}, {"foreign": True}, {"differences": ["x"]}):
+        odd = said[0] | change
+        assert decide(reports_of([said[0], odd, said[0]])) == decide([Report(**one) for one in (said[0], odd, said[0])])
