@@ -43,6 +43,11 @@ def pytest_configure(config):
         config.stash[_zygotes] = warm.Zygotes()
 
 
+def pytest_collection_finish(session):
+    if any(item.get_closest_marker("scripts") for item in session.items):
+        warm.wake()
+
+
 def pytest_unconfigure(config):
     if _zygotes in config.stash:
         config.stash[_zygotes].close()

@@ -107,7 +107,7 @@ def check_end(journal, size):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "static"])  # two agents of it show more
 def test_f24_a_job_goes_on_from_its_last_checkpoint_after_a_kill_and_an_exception(mode, tmp_path):
-    """With two agents and c10d, the agent of rank 0 counts no restart (F26). These start cold, so that there are such jobs too."""
+    """With two agents and c10d, the agent of rank 0 counts no restart (F26). This job starts cold, as users start it."""
     differ = ("--uncounted", "0") if mode == "c10d, two agents" else ()
     with free_port() as port:
         runs = finish_job(start_job(mode, port, tmp_path, "--deaths", "kill", "raise", *differ, cold=bool(differ)), 200)

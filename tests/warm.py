@@ -22,8 +22,15 @@ def python() -> str:
     return os.environ.get(_VARIABLE, sys.executable)
 
 
+def wake() -> None:
+    """Let the zygotes get warm, and do not wait for it."""
+    for number in range(ZYGOTES if _VARIABLE in os.environ else 0):
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(str(Path(os.environ[_VARIABLE]).parent / str(number)))
+
+
 class Zygotes:
-    """Lives as long as a test session. A zygote imports nothing until its first script comes."""
+    """Lives as long as a test session. A zygote imports nothing until its first script comes, or :func:`wake`."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="warm-"))

@@ -2,14 +2,15 @@
 
 To import them costs four seconds of a processor for each process, and a run of a script has up to five. So scripts run by a
 stand-in for ``sys.executable`` (`stand_in.py`), which hands its arguments, environment, folder and descriptors to a zygote.
-The zygote forks; its child takes all of that over and runs the script as ``__main__`` from the top level of this file, so that it
-ends as the interpreter ends: exit handlers, finalizers, uncaught exceptions, exit codes. The stand-in stays as long as the
+The zygote forks; its child takes all of that over and runs the script as ``__main__`` from the top level of this file, so that
+it ends as the interpreter ends: exit handlers, finalizers, uncaught exceptions, exit codes. The stand-in stays as long as the
 script. It forwards signals and dies of what the script dies of; when it is killed, so is the script. The script's own
 ``sys.executable`` is the stand-in too, so that launchers and agents start their processes warm.
 
 What is not as in a cold start: the parent of a script is the zygote, and its process id is not the stand-in's; torch,
 torchmetrics and Lightning are imported already; each script leads a session of its own. And what they have imported is not
-collected when the interpreter ends, which would take a second, unless `WHOLE_END` is set. The test of any of these must start cold.
+collected when the interpreter ends, which would take a second, unless `WHOLE_END` is set. The test of any of these must start
+cold. A stop (SIGSTOP) of the stand-in does not stop the script.
 """
 
 import atexit
@@ -65,7 +66,7 @@ class Zygote:
         line.settimeout(10)
         try:
             job, descriptors = receive_job(line)
-        except (OSError, EOFError):  # the stand-in was killed
+        except (OSError, EOFError):  # the stand-in was killed, or someone has only woken this
             line.close()
             return None
         pid = os.fork()
@@ -104,19 +105,22 @@ class Zygote:
 
 def warm_up():
     """Import what scripts import. Nothing here may start a thread, or run an operation of torch."""
-    import lightning.pytorch
+    import lightning.pytorch  # noqa: F401
     import torch.distributed.elastic.agent.server.local_elastic_agent
-    import torch.distributed.run
+    import torch.distributed.run  # noqa: F401
     import torchmetrics  # noqa: F401
 
     assert "lightning_pgroup" not in sys.modules
     assert len(os.listdir("/proc/self/task")) == 1
+    del sys.modules["torch.distributed.run"]  # what it needs stays; runpy warns of a module that is there before it runs
     gc.collect()
     gc.freeze()
 
 
 def receive_job(line):
     head, descriptors, _, _ = socket.recv_fds(line, 8, 250)
+    if not head:
+        raise EOFError
     size, text = int.from_bytes(head, "big"), b""
     while len(text) < size:
         part = line.recv(size - len(text))
