@@ -3,8 +3,8 @@
 All processes of a run have its mark in their environment, since torchrun gives each of its workers a session of its own, and
 one whose agent was killed has no parent that would lead to it.
 
-Scripts start warm, from a Python that has imported torch and Lightning (`zygote.py`), unless ``cold`` says that the start itself
-matters, or what the process is to its parent. LIGHTNING_PGROUP_TESTS_COLD=1 starts all of them cold.
+Scripts start warm, from a Python that has imported torch and Lightning (`zygote.py`), unless ``cold`` says that the start
+itself matters, or what the process is to its parent. LIGHTNING_PGROUP_TESTS_COLD=1 starts all of them cold.
 """
 
 import contextlib

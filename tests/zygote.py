@@ -166,12 +166,14 @@ class Job:
         import multiprocessing.spawn
 
         import numpy as np
+        import torch
 
         sys.executable = self.job["executable"]
         multiprocessing.spawn.set_executable(sys.executable)
         multiprocessing.process.ORIGINAL_DIR = self.job["cwd"]
         multiprocessing.current_process().authkey = os.urandom(32)
-        np.random.seed()  # Python's own generator does that itself; torch's begins with a number that is always the same
+        torch.default_generator.seed()
+        np.random.seed()  # Python's own generator does that itself
         kind, what = self.job["kind"], self.job["what"]
         self.first = {"-c": "", "-m": self.job["cwd"]}.get(kind, os.path.dirname(os.path.realpath(what)))
         sys.path[:] = [self.first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path[1:]]
