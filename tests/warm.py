@@ -57,5 +57,5 @@ class Zygotes:
         del os.environ[_VARIABLE]
         for one in self.processes:
             one.stdin.close()
-            one.wait(10)
+            one.wait(60)  # it may just be getting warm
         shutil.rmtree(self.folder)
