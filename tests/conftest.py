@@ -21,6 +21,7 @@ with contextlib.suppress(ImportError):
 
 from lightning_pgroup import PGroupDDPStrategy, process_group  # noqa: F401  (imported here, so that forked ranks are warm)
 from lightning_pgroup.store import LOOPBACK, host_store, listen
+from tests import warm
 from tests.ranks import open_descriptors
 
 # Torch asks the name server for each address that it connects to, and glibc waits 5 s for an answer that gets lost.
@@ -33,6 +34,23 @@ host_store(listen(LOOPBACK), timedelta(seconds=5))  # libuv keeps two descriptor
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+
+_zygotes = pytest.StashKey[warm.Zygotes]()
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput") and not os.environ.get(warm.COLD):
+        config.stash[_zygotes] = warm.Zygotes()
+
+
+def pytest_collection_finish(session):
+    if any(item.get_closest_marker("scripts") for item in session.items):
+        warm.wake()
+
+
+def pytest_unconfigure(config):
+    if _zygotes in config.stash:
+        config.stash[_zygotes].close()
 
 
 @pytest.fixture(autouse=True)

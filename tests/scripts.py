@@ -2,6 +2,9 @@
 
 All processes of a run have its mark in their environment, since torchrun gives each of its workers a session of its own, and
 one whose agent was killed has no parent that would lead to it.
+
+Scripts start warm, from a Python that has imported torch and Lightning (`zygote.py`), unless ``cold`` says that the start
+itself matters, or what the process is to its parent. LIGHTNING_PGROUP_TESTS_COLD=1 starts all of them cold.
 """
 
 import contextlib
@@ -18,8 +21,10 @@ from pathlib import Path
 
 import psutil
 
+from tests import warm
+from tests.zygote import MARK, WHOLE_END
+
 ROOT = Path(__file__).parent.parent
-MARK = "LIGHTNING_PGROUP_TEST_SCRIPT"
 
 PREAMBLE = """
 import logging, os, sys, warnings
@@ -57,17 +62,22 @@ class Run:
         return [line.split(" ", 1)[1] for line in lines if line.startswith(f"{rank} ")]
 
 
-def start(body: str, folder: Path, *, launcher: list[str] | None = None, args: list[str] | None = None) -> subprocess.Popen:
-    """Start a script whose ``main`` has ``body``."""
+def start(
+    body: str, folder: Path, *, launcher: list[str] | None = None, cold: bool = False, whole_end: bool = False
+) -> subprocess.Popen:
+    """Start a script whose ``main`` has ``body``. What it means to start ``cold`` and to end as a whole, `zygote.py` says."""
     path = folder / "script.py"
     path.write_text(PREAMBLE + textwrap.indent(textwrap.dedent(body), "    ") + EPILOGUE)
-    return start_command([*(launcher or [sys.executable]), str(path), *(args or [])], folder)
+    return start_command([*(launcher or [sys.executable]), str(path)], folder, cold=cold, whole_end=whole_end)
 
 
-def start_command(command: list[str], folder: Path) -> subprocess.Popen:
+def start_command(command: list[str], folder: Path, *, cold: bool = False, whole_end: bool = False) -> subprocess.Popen:
     """Start a command as a user's shell would, in a session of its own."""
+    if not cold:
+        command = [warm.python() if word == sys.executable else word for word in command]
     environ = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")}
     environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", MARK: uuid.uuid4().hex}
+    environ |= {WHOLE_END: "1"} if whole_end else {}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, cwd=folder, start_new_session=True
     )
@@ -129,13 +139,13 @@ def kill(process: subprocess.Popen) -> None:
 
 def processes_of(process: subprocess.Popen) -> list[psutil.Process]:
     """All processes of a script that live, whatever their session and their parent."""
-    found = []
+    found, sessions = {}, {process.pid}
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            its = os.getsid(one.pid) == process.pid or one.environ().get(MARK) == process.mark
-            if its and one.status() != psutil.STATUS_ZOMBIE:
-                found.append(one)
-    return found
+            if one.status() != psutil.STATUS_ZOMBIE:
+                found[one] = (os.getsid(one.pid), one.environ().get(MARK) == process.mark)
+    sessions |= {session for session, marked in found.values() if marked}
+    return [one for one, (session, marked) in found.items() if marked or session in sessions]
 
 
 def _left_of(process: subprocess.Popen) -> list[psutil.Process]:

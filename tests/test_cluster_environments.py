@@ -313,7 +313,7 @@ for number in range(2):
 )
 def test_ranks_of_a_real_mpi(tmp_path):
     launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
-    done = run(SWEEP, tmp_path, launcher=launcher)
+    done = run(SWEEP, tmp_path, launcher=launcher, cold=True)
     assert done.code == 0, done.err
     want = [f"created{n} destroyed{n} created{n + 1} destroyed{n + 1}" for n in (1, 3)]
     assert sorted(done.said("-")) == sorted(f"{rank} 2 {one}" for rank in (0, 1) for one in want)

@@ -184,6 +184,7 @@ def test_a_hanging_shutdown_at_the_real_exit_of_the_interpreter(tmp_path):
         """,
         tmp_path,
         timeout=50,
+        cold=True,
     )
     ended = time.time() - float(done.said()[0].split()[-1])
     assert done.code == 5

@@ -228,7 +228,7 @@ def test_ranks_end_with_their_parent(tmp_path):
 
         ForkedRanks(2)(waits)
     """
-    process = start(body, tmp_path)
+    process = start(body, tmp_path, cold=True)
     listen(process, "pid")
     process.kill()
     assert finish(process).code == -signal.SIGKILL  # which fails if a process is left

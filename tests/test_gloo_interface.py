@@ -97,6 +97,7 @@ def test_nothing_listens_beyond_loopback_on_one_node(tmp_path):
         """,
         tmp_path,
         launcher=[*command, sys.executable],
+        cold=True,  # a zygote is in another namespace
     )
     assert done.code == 0, done.err
     for rank in range(2):

@@ -119,11 +119,15 @@ def stderr_of(folder, rank):
     return re.sub(rf"^\[rank{rank}\]: ", "", (folder / f"stderr-{rank}").read_text(), flags=re.MULTILINE)
 
 
+COLD = {("exception, group alive", "python"), ("normal, after a failure", "torchrun")}
+"""Which of them start as users start them."""
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("end", ENDS)
 def test_a_script_ends_quietly_and_with_its_exit_code(end, launcher, tmp_path):
     body, code, prints = ENDS[end]
-    script = start(BEGIN + body, tmp_path, launcher=LAUNCHERS[launcher])
+    script = start(BEGIN + body, tmp_path, launcher=LAUNCHERS[launcher], cold=(end, launcher) in COLD, whole_end=True)
     interrupted = end.startswith("Ctrl-C")
     listen(script, "ready" if interrupted else "end")
     begin = time.monotonic()

@@ -42,7 +42,7 @@ say(rank, "third", whats(third))
 
 def test_mpirun(tmp_path):
     launcher = [MPIRUN, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable]
-    done = run(JOB, tmp_path, launcher=launcher, timeout=80)
+    done = run(JOB, tmp_path, launcher=launcher, timeout=80, cold=True)
     assert done.code == 0, done.err
     said = {tuple(line.split(" ", 3)[1:3]): line.split(" ", 3)[3] for line in done.said()}
     for rank in "01":

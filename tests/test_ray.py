@@ -94,7 +94,7 @@ def test_ray_train(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     (tmp_path / "script.py").write_text(SCRIPT)
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # the paths of Ray's sockets must be short
-        done = finish(start_command([sys.executable, "script.py", folder], tmp_path), timeout=160)
+        done = finish(start_command([sys.executable, "script.py", folder], tmp_path, cold=True), timeout=160)
         assert done.code == 0, done.err
         assert not processes_with(folder), "Ray has left processes"
         logs = "".join(path.read_text(errors="replace") for path in Path(folder).rglob("worker-*.err"))

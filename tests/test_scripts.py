@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from lightning_pgroup.record_file import read_records
-from tests.scripts import ROOT, TORCHRUN, finish, run, start, start_command
+from tests.ranks import free_port
+from tests.scripts import LAUNCHERS, ROOT, TORCHRUN, finish, run, start, start_command
 
 pytestmark = pytest.mark.scripts
 
@@ -50,9 +51,12 @@ for number in range(3):
 """
 
 
-@pytest.mark.parametrize("launcher", [None, TORCHRUN], ids=["python", "torchrun"])
+@pytest.mark.parametrize("launcher", ["python", "torchrun", "torchrun, static"])
 def test_a_sweep(launcher, tmp_path):
-    done = run(SWEEP, tmp_path, launcher=launcher)
+    """As users start it: cold."""
+    with free_port() as port:
+        static = [*TORCHRUN[:-1], "--master-addr=127.0.0.1", f"--master-port={port}"]
+        done = run(SWEEP, tmp_path, launcher={**LAUNCHERS, "torchrun, static": static}[launcher], cold=True)
     assert done.code == 0, done.err
     for rank in range(2):
         assert done.said(rank) == [
@@ -82,7 +86,7 @@ def test_f34_a_single_device_test_after_a_fit(tmp_path):
 def test_the_main_job(tmp_path):
     """What `make demo` runs."""
     path = ROOT / "examples" / "digits.py"
-    done = finish(start_command([sys.executable, str(path), "--destroy", "on_teardown"], tmp_path))
+    done = finish(start_command([sys.executable, str(path), "--destroy", "on_teardown"], tmp_path, cold=True))
     assert done.code == 0, done.err
     accuracy = float(re.search(r"test accuracy (\S+),", done.out).group(1))
     assert accuracy >= 0.95

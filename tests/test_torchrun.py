@@ -107,10 +107,10 @@ def check_end(journal, size):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "static"])  # two agents of it show more
 def test_f24_a_job_goes_on_from_its_last_checkpoint_after_a_kill_and_an_exception(mode, tmp_path):
-    """With two agents and c10d, the agent of rank 0 counts no restart (F26)."""
+    """With two agents and c10d, the agent of rank 0 counts no restart (F26). This job starts cold, as users start it."""
     differ = ("--uncounted", "0") if mode == "c10d, two agents" else ()
     with free_port() as port:
-        runs = finish_job(start_job(mode, port, tmp_path, "--deaths", "kill", "raise", *differ), 200)
+        runs = finish_job(start_job(mode, port, tmp_path, "--deaths", "kill", "raise", *differ, cold=bool(differ)), 200)
     errors = "\n".join(run.err for run in runs)
     assert [run.code for run in runs] == [0] * MODES[mode].agents, errors
     journal = Journal(tmp_path)
@@ -193,11 +193,12 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
 @pytest.mark.parametrize("orphans", [False, True], ids=["all", "orphans"])
-def test_no_worker_is_left_behind_by_these_tests(orphans, tmp_path):
+def test_no_worker_is_left_behind_by_these_tests(orphans, cold, tmp_path):
     """Each worker of torchrun has a session of its own, and goes on when its agent is killed."""
     (tmp_path / "script.py").write_text(HANGS)
-    process = start_command([*TORCHRUN, "script.py"], tmp_path)
+    process = start_command([*TORCHRUN, "script.py"], tmp_path, cold=cold)
     workers = [psutil.Process(int(pid)) for (pid,) in listen(process, "here").values()]
     assert set(workers) < set(processes_of(process))
     if orphans:

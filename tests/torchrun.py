@@ -24,10 +24,10 @@ def c10d(port: int) -> list[str]:
     return ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
 
 
-def start_agent(arguments: list[str], folder: Path, *options: str) -> subprocess.Popen:
+def start_agent(arguments: list[str], folder: Path, *options: str, cold: bool = False) -> subprocess.Popen:
     """Start one agent of a job with its own arguments and the ``options`` of ``restart_job.py``."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    return start_command([*torchrun, *arguments, restart_job.__file__, *options], folder)
+    return start_command([*torchrun, *arguments, restart_job.__file__, *options], folder, cold=cold)
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ MODES = {
 }
 
 
-def start_job(name: str, port: int, folder: Path, *options: str) -> list[subprocess.Popen]:
+def start_job(name: str, port: int, folder: Path, *options: str, cold: bool = False) -> list[subprocess.Popen]:
     """Start a job in one of the :data:`MODES`; returns its agents."""
     mode = MODES[name]
     common = [f"--nnodes={mode.agents}", f"--nproc-per-node={2 // mode.agents}", "--max-restarts=3", "--rdzv-id=the-run"]
-    return [start_agent([*common, *mode.arguments(node, port)], folder, *options) for node in range(mode.agents)]
+    return [start_agent([*common, *mode.arguments(node, port)], folder, *options, cold=cold) for node in range(mode.agents)]
 
 
 def finish_job(agents: list[subprocess.Popen], timeout: float) -> list[Run]:
