@@ -8,7 +8,8 @@ from pathlib import Path
 
 from lightning_pgroup import timeline_html, timeline_png, timeline_trace
 from lightning_pgroup.record_file import read_records
-from lightning_pgroup.timeline_model import Timeline, build
+from lightning_pgroup.timeline_model import build
+from lightning_pgroup.timeline_parts import Timeline
 from lightning_pgroup.timeline_words import title_of
 
 HELP = "Draw who had which process group when, per rank, from the records that `record=` has written."
@@ -70,6 +71,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 def _write(output: Path, content: bytes) -> None:
     """Write the whole file or nothing."""
+    part = None
     try:
         with tempfile.NamedTemporaryFile(dir=output.parent, prefix=f".{output.name}.", delete=False) as part:
             part.write(content)
@@ -78,4 +80,6 @@ def _write(output: Path, content: bytes) -> None:
         os.chmod(part.name, 0o666 & ~mask)
         os.replace(part.name, output)
     except OSError as error:
+        if part is not None:
+            os.unlink(part.name)
         raise ValueError(f"{output} can not be written: {error.strerror or error}") from error

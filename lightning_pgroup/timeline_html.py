@@ -2,8 +2,8 @@
 
 from html import escape
 
-from lightning_pgroup.timeline_layout import SIZE, Label, lay_out
-from lightning_pgroup.timeline_model import Timeline
+from lightning_pgroup.timeline_layout import NARROW, SIZE, Label, lay_out
+from lightning_pgroup.timeline_parts import Timeline
 from lightning_pgroup.timeline_style import INK, STYLES, Style
 from lightning_pgroup.timeline_words import title_of, width_of, words_of_failure
 
@@ -52,6 +52,7 @@ xmlns="http://www.w3.org/2000/svg">
 _HATCHES = {
     "/": '<path d="M-1 7L7 -1"/>',
     "\\": '<path d="M-1 -1L7 7"/>',
+    "-": '<path d="M0 3H6"/>',
     "x": '<path d="M-1 7L7 -1M-1 -1L7 7"/>',
     ".": '<circle cx="3" cy="3" r=".7"/>',
 }
@@ -59,19 +60,20 @@ _HATCHES = {
 
 def render(timeline: Timeline) -> bytes:
     """The HTML."""
-    layout = lay_out(timeline, widest=WIDEST, listed=_FLAGGED, list_failures=False)
+    layout = lay_out(timeline, widest=WIDEST, listed=_FLAGGED, hover=True)
     lines = [
         f'<line class="{one.kind}" x1="{one.x1:.1f}" y1="{one.y1:.1f}" x2="{one.x2:.1f}" y2="{one.y2:.1f}"/>'
         for one in layout.lines
     ]
     crosses = [line for line in lines if 'class="cross"' in line]
+    bar = ' class="bar"'
     parts = [line for line in lines if 'class="cross"' not in line]
     for box in layout.boxes:
         where = f'x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}"'
         style = STYLES[box.style]
         words = f"<title>{_safe(box.words)}</title>" if box.words else ""
-        parts.append(f'<rect class="bar" {where} fill="{style.fill}">{words}</rect>')
-        if style.hatch:
+        parts.append(f'<rect{"" if box.width < NARROW else bar} {where} fill="{style.fill}">{words}</rect>')
+        if style.hatch and box.width >= NARROW:
             parts.append(f'<rect class="pattern" {where} fill="url(#{_pattern_name(style)})"/>')
     parts += crosses
     parts += [_text(label) for label in layout.labels]

@@ -1,11 +1,12 @@
 """A timeline as PNG, drawn by matplotlib on a canvas of its own, so that nothing of pyplot's global state is touched."""
 
 import io
+import itertools
 import warnings
 from typing import TYPE_CHECKING
 
-from lightning_pgroup.timeline_layout import Layout, lay_out
-from lightning_pgroup.timeline_model import Timeline
+from lightning_pgroup.timeline_layout import NARROW, Layout, lay_out
+from lightning_pgroup.timeline_parts import Timeline
 from lightning_pgroup.timeline_style import INK, PAPER, STYLES
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 WIDEST = 1900.0
 LISTED = 20
 _DPI = 100.0
-_HATCHES = {"": "", "/": "////", "\\": "\\\\\\\\", "x": "xxx", ".": "..."}
+_HATCHES = {"/": "////", "\\": "\\\\\\\\", "-": "---", "x": "xxx", ".": "..."}
 _LINES = {
     "grid": ("#dddddd", 0.7, "solid", 0.0),
     "row": ("#cccccc", 0.7, "solid", 0.1),
@@ -64,14 +65,17 @@ def draw(layout: Layout) -> "Figure":
         axes.add_collection(
             LineCollection(segments, colors=colour, linewidths=width, linestyles=dashes, zorder=order), autolim=False
         )
-    for count, (name, style) in enumerate(STYLES.items()):
+    for name, is_narrow, on_top in itertools.product(STYLES, (True, False), (False, True)):
         corners = [
-            [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
-            for x1, y1, x2, y2 in ((b.x, b.y, b.x + b.width, b.y + b.height) for b in layout.boxes if b.style == name)
+            ((box.x, box.y), (box.x + box.width, box.y), (box.x + box.width, box.y + box.height), (box.x, box.y + box.height))
+            for box in layout.boxes
+            if box.style == name and box.on_top == on_top and (box.width < NARROW) == is_narrow
         ]
-        bars = PolyCollection(corners, facecolors=style.fill, edgecolors="#00000080", linewidths=0.5, zorder=1 + count / 100)
-        if hatch := _HATCHES[style.hatch]:
-            bars.set_hatch(hatch)
+        edges = "none" if is_narrow else "#00000080"
+        bars = PolyCollection(corners, facecolors=STYLES[name].fill, edgecolors=edges, linewidths=0.5, zorder=1 + on_top)
+        if STYLES[name].hatch and not is_narrow:
+            bars.set_hatch(_HATCHES[STYLES[name].hatch])
+            bars.set_hatchcolor("#000000a0")
         axes.add_collection(bars, autolim=False)
     for label in layout.labels:
         text = axes.text(

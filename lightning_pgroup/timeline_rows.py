@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from lightning_pgroup.records import ABORTED, LOST
-from lightning_pgroup.timeline_model import Generation, Process, StageSpan, Timeline
+from lightning_pgroup.timeline_parts import Generation, Process, StageSpan, Timeline
 from lightning_pgroup.timeline_style import style_of_generation, style_of_stage
 from lightning_pgroup.timeline_words import clean, words_of_generation, words_of_stage
 
@@ -21,6 +21,7 @@ class Bar:
         words: All that is known of it.
         inner: Whether it lies on another bar of its band.
         cross: Whether a failure began with it.
+        is_open: Whether its end is not known, and its style does not say so.
     """
 
     start: float
@@ -30,6 +31,7 @@ class Bar:
     words: str
     inner: bool = False
     cross: bool = False
+    is_open: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,8 +45,11 @@ class Row:
     trainers: list[Bar] = field(default_factory=list)
 
 
-def rows_of(timeline: Timeline) -> list[Row]:
-    """The rows, by rank. A process goes into the row of its rank if that is free by then, else into one of its own."""
+def rows_of(timeline: Timeline, *, with_words: bool) -> list[Row]:
+    """The rows, by rank. A process goes into the row of its rank if that is free by then, else into one of its own.
+
+    The words of the bars are left out unless asked for, since they take most of the time.
+    """
     rows: list[Row] = []
     for process in timeline.processes:
         row = next((row for row in reversed(rows) if _is_free(row, process)), None)
@@ -57,8 +62,8 @@ def rows_of(timeline: Timeline) -> list[Row]:
     for row in rows:
         row.name = _name(row, often, len(timeline.hosts) > 1)
         for process in row.processes:
-            row.groups += [_group(one, process, timeline.start, causes) for one in process.generations]
-            row.stages += [_stage(span, process, timeline.start) for span in process.stages]
+            row.groups += [_group(one, process, timeline.start, causes, with_words) for one in process.generations]
+            row.stages += [_stage(span, process, timeline.start, with_words) for span in process.stages]
             row.trainers += _trainers(process)
     return rows
 
@@ -78,20 +83,28 @@ def _name(row: Row, often: Counter[int], many_hosts: bool) -> str:
     return name
 
 
-def _group(one: Generation, process: Process, start: float, causes: set[tuple[str, int, float]]) -> Bar:
+def _group(one: Generation, process: Process, start: float, causes: set[tuple[str, int, float]], with_words: bool) -> Bar:
     labels = (f"gen {one.number}", str(one.number)) if one.number else ("other code",)
     is_cause = one.outcome in (ABORTED, LOST) and (process.host, process.rank, one.ending) in causes
-    words = words_of_generation(one, process, start)
+    words = words_of_generation(one, process, start) if with_words else ""
     return Bar(
         start=one.start, end=one.drawn_end, style=style_of_generation(one), labels=labels, words=words, cross=is_cause
     )  # fmt: skip
 
 
-def _stage(span: StageSpan, process: Process, start: float) -> Bar:
+def _stage(span: StageSpan, process: Process, start: float, with_words: bool) -> Bar:
     labels = (clean(span.name),) if span.name else ()
-    words = words_of_stage(span, process, start)
+    words = words_of_stage(span, process, start) if with_words else ""
     style = style_of_stage(span)
-    return Bar(start=span.start, end=span.drawn_end, style=style, labels=labels, words=words, inner=span.depth > 0)
+    return Bar(
+        start=span.start,
+        end=span.drawn_end,
+        style=style,
+        labels=labels,
+        words=words,
+        inner=span.depth > 0,
+        is_open=span.end is None,
+    )
 
 
 def _trainers(process: Process) -> list[Bar]:

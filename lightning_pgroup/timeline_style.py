@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_pgroup.records import ABORTED, DESTROYED, LOST
-from lightning_pgroup.timeline_model import OPEN, Generation, StageSpan
+from lightning_pgroup.timeline_parts import OPEN, Generation, StageSpan
 
 INK = "#111111"
 PAPER = "#ffffff"
@@ -16,7 +16,7 @@ class Style:
     Attributes:
         fill: Its colour.
         ink: The colour of words on it.
-        hatch: Its pattern: none, a slash, a backslash, ``"x"`` or ``"."``.
+        hatch: Its pattern: none, a slash, a backslash, ``"-"``, ``"x"`` or ``"."``.
         meaning: What it stands for, for the legend; empty if it is not shown there.
     """
 
@@ -35,7 +35,7 @@ STYLES = {
     "foreign": Style("#999999", INK, "\\", "group of other code"),
     "fit": Style("#56b4e9", INK, "", "fit"),
     "validate": Style("#f0e442", INK, "\\", "validate"),
-    "test": Style("#e69f00", INK, "", "test"),
+    "test": Style("#e69f00", INK, "-", "test"),
     "predict": Style("#cc79a7", INK, "/", "predict"),
     "other": Style("#e6e6e6", INK, ".", "collective or block"),
     "trainer odd": Style("#d9d9d9", INK, "", ""),

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from lightning_pgroup.timeline_model import OPEN, Process, Timeline
+from lightning_pgroup.timeline_parts import OPEN, Process, Timeline
 from lightning_pgroup.timeline_words import clean, clock, note_of, place_of, words_of_failure
 
 _TRACKS = ("process group", "stages")

@@ -1,20 +1,25 @@
 """The words of a timeline: times, bars and failures as short texts that any picture can show."""
 
+import functools
 import math
 from datetime import UTC, datetime
 
-from lightning_pgroup.timeline_model import OPEN, Failure, Generation, Process, StageSpan, Timeline
+from lightning_pgroup.timeline_parts import OPEN, Failure, Generation, Process, StageSpan, Timeline
 
 _NARROW = frozenset("iljtfrI.,:;'|!()[]/ ")
+_LONG = 600.0
 _WIDE = frozenset("mwMW%@—…→")
 
 
 def clean(text: str) -> str:
     """A text on one line, without what a font or a file can not show."""
+    if text.isascii() and text.isprintable():
+        return text
     text = " ".join(text.encode("utf-8", "replace").decode().split())
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
+@functools.lru_cache(maxsize=10_000)
 def width_of(text: str, size: float) -> float:
     """How wide a text is at most, for common fonts without serifs."""
     ems = 0.0
@@ -52,14 +57,27 @@ def ticks(length: float, most: int) -> list[tuple[float, str]]:
 def _tick(time: float, step: float) -> str:
     if step < 60:
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        return f"{time:.{decimals}f} s"
+        return f"{time:.{decimals}f} s" if time < _LONG or step < 1 else _minutes(time)
     hours, minutes = divmod(round(time / 60), 60)
     return f"{hours} h" if step % 3600 == 0 else f"{hours}:{minutes:02d} h"
+
+
+def _minutes(time: float) -> str:
+    minutes, seconds = divmod(round(time), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} h"
 
 
 def span_of(seconds: float) -> str:
     """How long something took."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.4g} s" if seconds < 9999.5 else f"{seconds:.0f} s"
+
+
+def moment(seconds: float) -> str:
+    """A time since the beginning, as the ticks show it."""
+    if seconds < _LONG:
+        return f"{seconds:.3f} s"
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes // 60)}:{int(minutes % 60):02d}:{rest:05.2f} h"
 
 
 def clock(time: float) -> str:
@@ -98,10 +116,10 @@ def words_of_generation(one: Generation, process: Process, start: float) -> str:
     """All that is known of a generation in a process."""
     name = f"Generation {one.number}" if one.number else "A group of other code"
     launched = "" if process.attempt is None else f", run {process.run} attempt {process.attempt}"
-    began = f"{one.began} at {one.start - start:.3f} s" + (f" in {span_of(one.duration)}" if one.duration else "")
+    began = f"{one.began} at {moment(one.start - start)}" + (f" in {span_of(one.duration)}" if one.duration else "")
     ended = "no end on record"
     if one.outcome != OPEN and one.ending is not None:
-        ended = f"{one.outcome} at {one.ending - start:.3f} s: {one.why_ended}"
+        ended = f"{one.outcome} at {moment(one.ending - start)}: {one.why_ended}"
     return clean(
         f"{name} on rank {process.rank}, {one.world_size} ranks, {one.backend}{launched}, {place_of(process)}."
         f" {began}: {one.why_began}. {ended}."
@@ -113,9 +131,9 @@ def words_of_stage(span: StageSpan, process: Process, start: float) -> str:
     trainer = "" if span.trainer is None else f" of Trainer {span.trainer}"
     name = span.name or "stage"
     if span.end is None:
-        return clean(f"{name}{trainer} on rank {process.rank} from {span.start - start:.3f} s, no end on record")
+        return clean(f"{name}{trainer} on rank {process.rank} from {moment(span.start - start)}, no end on record")
     return clean(
-        f"{name}{trainer} on rank {process.rank} from {span.start - start:.3f} to {span.end - start:.3f} s,"
+        f"{name}{trainer} on rank {process.rank} from {moment(span.start - start)} to {moment(span.end - start)},"
         f" {span_of(span.end - span.start)}"
     )
 
@@ -133,5 +151,5 @@ def words_of_failure(failure: Failure, start: float, *, many_hosts: bool) -> str
     after = f" (and {_count(failure.others, 'more rank')})" if failure.others else ""
     gone = ", ".join(map(str, failure.missing[:8])) + ("…" if len(failure.missing) > 8 else "")
     missing = f" [no end on record: rank {gone}]" if failure.missing else ""
-    when = f"at {failure.time - start:.3f} s, first on rank {failure.rank}{host}"
+    when = f"at {moment(failure.time - start)}, first on rank {failure.rank}{host}"
     return f"{failure.number}  " + clean(f"{name}{attempt} {failure.outcome} {when}{after}{missing}: {failure.why}")
