@@ -202,7 +202,6 @@ def merge(bars: list[Bar], per_second: float) -> list[Bar]:
             continue
         counts[-1] += 1
         worst = min((last.style, bar.style), key=lambda style: _WORST.index(style) if style in _WORST else len(_WORST))
-        crossed = last.cross or bar.cross
         first = last.words if counts[-1] == 2 else _first(last)
         words = f"{counts[-1]}, too narrow to be seen apart. The first: {first}"
         merged[-1] = replace(

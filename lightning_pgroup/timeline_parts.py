@@ -1,4 +1,7 @@
-"""The parts of a timeline: generations, stages and failures of processes. Times are seconds since 1970, by the clock of each host."""
+"""The parts of a timeline: generations, stages and failures of processes. Pure.
+
+Times are seconds since 1970, each by the clock of its own host.
+"""
 
 import math
 from dataclasses import dataclass, field

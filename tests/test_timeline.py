@@ -24,6 +24,7 @@ from lightning_pgroup.timeline_style import GENERATION_STYLES, STAGE_STYLES, STY
 from tests.models import TinyData, TinyModel, make_trainer
 from tests.ranks import run_ranks
 from tests.scripts import ROOT
+from tests.snippets import blocks_of, run_blocks
 from tests.test_records import EVENT
 
 
@@ -364,6 +365,27 @@ def test_a_real_run_of_two_ranks_from_the_command_line(tmp_path, capsys):
     )
     check_trace((tmp_path / "out.json").read_text())
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out.html", "out.json", "out.png", "rank0", "rank1"]
+
+
+def test_the_example_and_the_commands_of_the_page_run(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "timeline.md").read_text()
+    commands = re.findall(r"^\$ lightning-pgroup (.*)$", page, re.MULTILINE)
+
+    def job(rank):
+        return re.findall(r"the sweep goes on after (.*)", "".join(run_blocks(blocks_of("docs/timeline.md"), tmp_path)))
+
+    first, second = run_ranks(job)
+    assert len(first) == 1
+    assert second == ["the loss is not finite"]
+    monkeypatch.chdir(tmp_path)
+    assert [command.split()[-1] for command in commands] == ["run.png", "run.html", "run.json"]
+    for command in commands:
+        assert main(command.split()) == 0
+    listed = re.findall(r"<li>(.*)</li>", (tmp_path / "run.html").read_text())
+    assert [re.sub(r" at [\d.]+ s", "", words) for words in listed] == [
+        "1  gen 2 aborted, first on rank 1 (and 1 more rank): the stage raised ValueError: the loss is not finite"
+    ]
+    assert len((ROOT / "docs" / "timeline.png").read_bytes()) < 100_000
 
 
 def test_wrong_arguments_say_what_is_right_and_end_with_2(tmp_path, capsys, monkeypatch):
