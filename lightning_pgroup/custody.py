@@ -191,6 +191,11 @@ class Custody:
         if self.current is not None:
             self._record(what, why, self.current, stage.name, start, duration, stage.claim, stage.number)
 
+    def note_end(self, stage: Stage) -> None:
+        """A stage that had got a group has ended, whatever becomes of the group: the next line on disk says when."""
+        if stage.acquired and stage.claim.config.record is not None:
+            record_file.note_end(stage.claim.config.record)
+
     def record_foreign(self, why: str, stage: Stage, rank: int, world_size: int, backend: str) -> None:
         """Record that a stage uses a group of other code."""
         event = LifecycleEvent(

@@ -188,6 +188,7 @@ class Lifecycle:
         claim, noun = stage.claim, "block" if stage.is_block else "stage"
         self._stages.remove(stage)
         claim.running -= 1
+        self._custody.note_end(stage)
         nested = bool(self._stages)
         if nested and self._stages[-1].acquired:
             self._custody.use(self._stages[-1])  # the stage around it goes on using the group, by its own policies

@@ -8,7 +8,8 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ WRITE_TIMEOUT = timedelta(seconds=5)
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json")
 
+_MOST_ENDS = 16
+
+_ends: dict[tuple[int, str], list[float]] = {}
 _troubled: set[str] = set()
 _given_up: set[str] = set()
 
@@ -49,6 +53,16 @@ def parse_record(path: str | os.PathLike[str] | None) -> str | None:
     return os.path.abspath(os.path.expanduser(text)) + ("/" if text.endswith("/") else "")
 
 
+def note_end(path: str) -> None:
+    """A stage whose group stands in this file or folder has ended: the next line of this process says when. Local, no wait.
+
+    A line of its own would be an event that nothing has happened to the group in.
+    """
+    ends = _ends.setdefault((os.getpid(), path), [])
+    ends.append(time.time())
+    del ends[:-_MOST_ENDS]  # so many only if no line could be written in between
+
+
 def append(path: str, event: LifecycleEvent) -> None:
     """Write one line. Local; called by the process to which it happened, which may be in the middle of a stage.
 
@@ -60,10 +74,12 @@ def append(path: str, event: LifecycleEvent) -> None:
     """
     if path in _given_up:
         return
+    ended = tuple(_ends.get((os.getpid(), path), ()))
     try:
-        if not run_bounded(lambda: _write(path, event), WRITE_TIMEOUT, "record"):
+        if not run_bounded(lambda: _write(path, event, ended), WRITE_TIMEOUT, "record"):
             _given_up.add(path)
             raise TimeoutError(errno.ETIMEDOUT, f"it hangs for {WRITE_TIMEOUT.total_seconds():g} s, and is given up")
+        _ends.pop((os.getpid(), path), None)
     except Exception as error:  # whatever it is: a stage does not fail because of it
         if path not in _troubled:
             _troubled.add(path)
@@ -93,7 +109,7 @@ def _records_of(file: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _write(path: str, event: LifecycleEvent) -> None:
+def _write(path: str, event: LifecycleEvent, ended: Sequence[float]) -> None:
     host = socket.gethostname()
     own = not _is_file(path)
     if own:
@@ -104,7 +120,7 @@ def _write(path: str, event: LifecycleEvent) -> None:
     # Without waiting, so that a pipe which nobody reads is an error.
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     try:
-        _write_line(descriptor, _line(event, host))
+        _write_line(descriptor, _line(event, host, ended))
     finally:
         os.close(descriptor)
 
@@ -127,8 +143,8 @@ def _is_file(path: str) -> bool:
     return os.path.exists(path) or path.endswith(_SUFFIXES)
 
 
-def _line(event: LifecycleEvent, host: str) -> bytes:
-    record: dict[str, Any] = {"schema": SCHEMA, **event.to_payload(), "host": host, "pid": os.getpid()}
+def _line(event: LifecycleEvent, host: str, ended: Sequence[float]) -> bytes:
+    record: dict[str, Any] = {"schema": SCHEMA, **event.to_payload(), "host": host, "pid": os.getpid(), "ended": ended}
     text, why = json.dumps(record), event.why[:BLOCK]
     while len(text) >= BLOCK and why:
         record["why"] = why if why == event.why else why + "…"

@@ -41,6 +41,10 @@ def on_disk(event, pid):
     return {"schema": 1, **json.loads(json.dumps(event.to_payload())), "host": os.uname().nodename, "pid": pid}
 
 
+def without_ends(record):
+    return {name: value for name, value in record.items() if name != "ended"}
+
+
 def warnings_of(function):
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -69,7 +73,11 @@ def test_a_folder_gets_one_file_for_each_rank_with_all_that_happened(tmp_path):
     files = sorted((tmp_path / "new" / "records").iterdir())
     assert [file.name.split("-")[:2] for file in files] == [["rank", "0"], ["rank", "1"]]
     for file, expected in zip(files, events, strict=True):
-        assert [json.loads(line) for line in file.read_text().splitlines()] == expected
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [without_ends(line) for line in lines] == expected
+        assert [len(line["ended"]) for line in lines] == [0, 1, 0, 1, 0, 1]
+        for begin, end in itertools.pairwise(lines):
+            assert all(begin["start"] + begin["duration"] <= ended <= end["start"] for ended in end["ended"])
         assert [(one["what"], one["trainer"]) for one in expected] == [
             ("created", 1), ("destroyed", 1), ("created", 2), ("aborted", 2), ("created", None), ("destroyed", None),
         ]  # fmt: skip
@@ -188,7 +196,7 @@ def test_what_stood_in_the_file_before_stays_and_spoils_no_line(tmp_path):
     append(str(path), EVENT)
     assert path.read_text().startswith('{"schema": 1, "start": 0.5, "wh  ')
     assert path.stat().st_size == 3 * BLOCK
-    assert read_records(path) == [on_disk(EVENT, os.getpid())] * 2
+    assert [without_ends(one) for one in read_records(path)] == [on_disk(EVENT, os.getpid())] * 2
 
 
 def test_no_stage_fails_for_what_can_not_be_written_and_it_is_said_once(tmp_path):
@@ -253,4 +261,4 @@ def test_building_and_pickling_a_strategy_touches_no_file(tmp_path, monkeypatch)
 def test_the_page_names_each_field_of_a_line(tmp_path):
     text = (ROOT / "docs" / "records.md").read_text()
     documented = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
-    assert documented == ["schema", *(field.name for field in fields(LifecycleEvent)), "host", "pid"]
+    assert documented == ["schema", *(field.name for field in fields(LifecycleEvent)), "host", "pid", "ended"]
