@@ -79,8 +79,8 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
                 return super().launch(call, *args, trainer=trainer, **kwargs)
         finally:
             # An interrupt of the parent alone leaves the workers running; Lightning knows none of them before all are started.
-            started = self.procs or [child for child in multiprocessing.active_children() if child not in others]
-            workers: list[BaseProcess] = list(started)
+            new = (child for child in multiprocessing.active_children() if child not in others)
+            workers: list[BaseProcess] = [*(self.procs or new)]
             run_shielded(lambda: self._end_run(workers, claim), "end-workers")
 
     def _end_run(self, workers: Sequence[BaseProcess], claim: Claim) -> None:
