@@ -9,6 +9,7 @@ import traceback
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver as ChildProcessObserver
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend_for_device
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
@@ -30,6 +31,7 @@ __all__ = [
     "failing_hook",
     "get_rank_zero_rank",
     "in_error_handling",
+    "is_interactive",
     "requested_devices",
     "reset_seed",
     "set_num_threads_if_needed",
@@ -43,6 +45,11 @@ def requested_devices(trainer: Trainer) -> int | None:
     if isinstance(flag, int):
         return flag
     return len(flag) if isinstance(flag, (list, tuple)) else None
+
+
+def is_interactive() -> bool:
+    """Whether this process is a notebook or an interactive shell, as Lightning has found when it was imported."""
+    return bool(_IS_INTERACTIVE)
 
 
 def get_rank_zero_rank() -> int | None:

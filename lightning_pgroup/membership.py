@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+from lightning_pgroup import failure
 from lightning_pgroup.errors import WorldSizeError
 from lightning_pgroup.init_method import resolve
 from lightning_pgroup.store import LOOPBACK, Endpoint, host_store, listen
@@ -103,6 +104,12 @@ class Membership:
         """Leave the records of this worker, as JSON, for the process that has started it."""
         if self.invitation is not None and self.invitation in self._teams:
             self._teams[self.invitation].leave_records(text)
+
+    def follows_a_failure(self, generation: int) -> bool:
+        """Whether another rank of this worker's run has failed first, in a way that their parent will notice."""
+        team = self.invited_team
+        first = None if team is None else failure.read(team.store, generation)
+        return first is not None and team is not None and first.rank != team.rank and first.kind != KeyboardInterrupt.__name__
 
     def close_run(self, invitation: Invitation) -> RunEnd:
         """Take over what a run has left in the store that this process hosts, and clean up. Its ranks must have ended."""

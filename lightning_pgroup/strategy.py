@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_pgroup.claim import Claim, GroupRequest
@@ -32,7 +33,7 @@ from lightning_pgroup.group_names import GroupNames
 from lightning_pgroup.group_request import request_group
 from lightning_pgroup.heirs import holders_follow
 from lightning_pgroup.lent_parts import LentParts
-from lightning_pgroup.lightning_private import get_rank_zero_rank, reset_seed, set_rank_zero_rank
+from lightning_pgroup.lightning_private import get_rank_zero_rank, is_interactive, reset_seed, set_rank_zero_rank
 from lightning_pgroup.multiprocessing_launcher import PGroupMultiProcessingLauncher
 from lightning_pgroup.policy import OnErrorName, OnMismatchName, PolicyName
 from lightning_pgroup.process_state import existing_process_state, process_state
@@ -241,6 +242,12 @@ class PGroupDDPStrategy(StrategyCollectives, GroupNames, LentParts):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        if is_interactive() and self._start_method != "fork":  # Lightning refuses it next, but names a strategy of its own
+            raise MisconfigurationException(
+                "A notebook or an interactive shell has no script that ranks could run, so that"
+                f" start_method={self._start_method!r} does not work here. Use `Trainer(strategy='pgroup_ddp_notebook')`, or"
+                " `PGroupDDPStrategy(start_method='fork', ...)`, which forks this process, or run the code as a script."
+            )
         if self._start_method == "popen":
             self._launcher = PGroupSubprocessLauncher(self, self.cluster_environment, self.num_processes, self.num_nodes)
         else:

@@ -1,12 +1,16 @@
 """Ranks that are forked or spawned: where their stages end, and what the parent gets to know (F22, F23)."""
 
+import multiprocessing
 import os
+import signal
+import threading
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from lightning_pgroup import PGroupDDPStrategy
+from lightning_pgroup import PGroupDDPStrategy, multiprocessing_launcher
 from lightning_pgroup.process_state import process_state
 from tests.models import TinyData, TinyModel, make_trainer, whats
 from tests.ranks import run_ranks
@@ -176,3 +180,56 @@ def test_f22_f23_spawned_workers(tmp_path):
     want = [("fit", "created", 1), ("", "destroyed", 1), ("test", "created", 2), ("", "destroyed", 2)]
     assert f"EVENTS {want} None None" in done.out
     assert "Error" not in done.err
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_the_parent_raises_the_first_failure_however_late_its_worker_ends(culprit):
+    """The worker that fails because of it has ended long before, and would be the one whose exception the parent sees."""
+
+    class Fails(TinyModel):
+        def training_step(self, batch, batch_idx):
+            if self.global_rank == culprit:
+                multiprocessing.util.Finalize(None, threading.Event().wait, args=(0.5,), exitpriority=1)
+                raise ValueError("the cause")
+            return super().training_step(batch, batch_idx)
+
+    def job(_):
+        with pytest.raises(Exception, match="the cause") as caught:
+            make_trainer(PGroupDDPStrategy(start_method="fork")).fit(Fails(), datamodule=TinyData())
+        return str(caught.value)
+
+    (message,) = run_ranks(job, size=1, bare=True)
+    assert f"Process {culprit} terminated" in message
+    assert message.splitlines()[-2:][0] == "ValueError: the cause"
+    assert "Connection" not in message
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_an_interrupt_of_the_parent_alone_ends_the_workers(deaf, tmp_path):
+    """Their parent waits for them, so that nothing of theirs is left; one that does not hear it is killed."""
+
+    class Long(TinyModel):
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 5 and self.global_rank == 0:
+                os.kill(parent, signal.SIGINT)
+            elif self.global_step == 5 and deaf:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                threading.Event().wait()
+            return super().training_step(batch, batch_idx)
+
+    def job(_):
+        nonlocal parent
+        parent = os.getpid()
+        if deaf:
+            multiprocessing_launcher.INTERRUPTED_END = timedelta(seconds=0.5)
+        strategy = PGroupDDPStrategy(start_method="fork")
+        with pytest.raises(SystemExit):
+            make_trainer(strategy, max_epochs=-1).fit(Long(), datamodule=TinyData())
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning ignores it from then on
+        left = multiprocessing.active_children()
+        after = PGroupDDPStrategy(start_method="fork")
+        make_trainer(after).fit(TinyModel(), datamodule=TinyData())
+        return left, [what for _, what, _ in whats(strategy)], [what for _, what, _ in whats(after)]
+
+    parent, told = 0, [] if deaf else ["created", "aborted"]  # who is killed leaves no records
+    assert run_ranks(job, size=1, bare=True, deadline=40) == [([], told, ["created", "destroyed"])]
