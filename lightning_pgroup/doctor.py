@@ -35,13 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_TIMEOUT,
         metavar="SECONDS",
-        help=f"how long each check may take; ranks that take longer are killed (default: {_TIMEOUT:g})",
+        help=f"how long each check may take, {_TIMEOUT:g} or more for the start; ranks that take longer are killed"
+        f" (default: {_TIMEOUT:g})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Do all checks. Blocks at most ``--timeout`` for each of them; leaves no process behind.
+    """Do all checks. Blocks at most ``--timeout`` for each of them, and longer for the start; leaves no process.
 
     Returns:
         0 if all is well or there are only warnings, 1 if a check failed, 130 after Ctrl-C.
@@ -95,7 +96,7 @@ def _checks(nproc: int, backend: str, timeout: float) -> Iterator[Finding]:
     environ = doctor_environment.cleaned(os.environ, interfaces)
     environ.setdefault("OMP_NUM_THREADS", "1")
     # Importing torch is work, which ranks that share a processor do one after the other.
-    start_timeout = timeout * max(1.0, nproc / (os.cpu_count() or 1))
+    start_timeout = max(timeout, _TIMEOUT) * max(1.0, nproc / (os.cpu_count() or 1))
     with Ranks(nproc, backend, environ, _PATIENCE * timeout) as ranks:
         yield from run_checks(ranks, nproc, backend, timeout, start_timeout)
 

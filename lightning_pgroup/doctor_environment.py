@@ -125,7 +125,7 @@ def _look_at_torchrun(environ: Mapping[str, str], host: Host, diagnosis: _Diagno
     names = _named(environ, lambda name: name.startswith("TORCHELASTIC_") or name in (*_RANK_NAMES, *_TORCHRUN_NAMES))
     diagnosis.fail(
         f"variables of torchrun ({_TORCHRUN}={environ[_TORCHRUN]}), and no torchrun that answers at {address}:{port}",
-        f"An earlier run has left them, and Lightning would wait for ranks that nobody starts. {_unset(names)}",
+        f"{_unset(names)}. An earlier run has left them, and Lightning would wait for ranks that nobody starts.",
     )
 
 
@@ -155,8 +155,8 @@ def _look_at_mpi(environ: Mapping[str, str], host: Host, diagnosis: _Diagnosis) 
 def _look_at_local_rank(environ: Mapping[str, str], host: Host, diagnosis: _Diagnosis) -> None:
     names = _named(environ, lambda name: name in _RANK_NAMES)
     diagnosis.fail(
-        _shown(environ, names),
-        f"With LOCAL_RANK Lightning takes a process for a rank that was started by hand, and starts no others. {_unset(names)}",
+        f"{_shown(environ, names)}: this process would be a rank that was started by hand",
+        f"{_unset(names)}. With LOCAL_RANK Lightning starts no ranks, and waits for those of somebody else.",
     )
 
 
@@ -172,13 +172,13 @@ def _look_at_leftovers(environ: Mapping[str, str], host: Host, diagnosis: _Diagn
         diagnosis.warn(
             f"{_shown(environ, names)}, in Kubernetes",
             "If Kubeflow has set them, give `KubeflowEnvironment()` to the Trainer, since Lightning does not find it by itself."
-            f" Else: {_unset(names)}",
+            f" {_unset(names)} otherwise.",
         )
     elif "RANK" in names or "WORLD_SIZE" in names:
         diagnosis.fail(
-            _shown(environ, names),
-            "No launcher has started this process, so that an earlier run has left them. What reads them would wait for ranks"
-            f" that nobody starts: `process_group()`, `env://`, other frameworks. {_unset(names)}",
+            f"{_shown(environ, names)}, and no launcher that has set this",
+            f"{_unset(names)}. An earlier run has left this in the shell. What reads it waits for ranks that nobody starts:"
+            " `process_group()`, `env://`, other frameworks.",
         )
     if environ.get("NODE_RANK", "0") != "0" and "MASTER_ADDR" not in environ:
         diagnosis.fail(
@@ -232,4 +232,4 @@ def _shown(environ: Mapping[str, str], names: Sequence[str]) -> str:
 
 
 def _unset(names: Sequence[str]) -> str:
-    return f"unset {' '.join(names)}"
+    return f"Unset what is left over: unset {' '.join(names)}"

@@ -23,8 +23,9 @@ Answer = dict[str, Any]
 
 _GRACE = 5.0
 _STACK_TIMEOUT = 2.0
-_POLL = 0.02
+_POLL = 0.1
 _END = 5.0
+_CALLS = 13
 _START = (
     "import json, sys; path, *rest = json.loads(sys.argv[1]); sys.path[:] = path;"
     " from lightning_pgroup.doctor_rank import main; main(*rest)"
@@ -222,8 +223,8 @@ class _Rank:
         until, pause, size = time.monotonic() + _STACK_TIMEOUT, threading.Event(), -1
         while time.monotonic() < until and not size == len(self._text) > before:
             size = len(self._text)
-            pause.wait(5 * _POLL)
-        return bytes(self._text[before:]).decode(errors="replace")
+            pause.wait(_POLL)
+        return _clipped(bytes(self._text[before:]).decode(errors="replace"))
 
     def kill(self) -> None:
         if self.process.returncode is None and self.process.poll() is None:
@@ -258,6 +259,17 @@ class _Rank:
     def _pipe(pipe: Any) -> BinaryIO:
         assert pipe is not None
         return pipe  # type: ignore[no-any-return]
+
+
+def _clipped(stacks: str) -> str:
+    """The innermost calls of each thread, without those of Python's own machinery for imports, and without our own thread."""
+    lines: list[str] = []
+    for block in stacks.partition("\n[")[0].strip().split("\n\n"):
+        if "in _listen" in block:
+            continue
+        calls = [line for line in block.splitlines() if "<frozen importlib" not in line]
+        lines += [*calls[:_CALLS], *(["  ..."] if len(calls) > _CALLS else []), ""]
+    return "\n".join(lines).rstrip()
 
 
 def _session(leader: int) -> list[int]:
