@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_TIMEOUT,
         metavar="SECONDS",
-        help=f"how long each check may take, {_TIMEOUT:g} or more for the start; ranks that take longer are killed"
+        help=f"how long each check may take, {_TIMEOUT:g} or more for start and end; ranks that take longer are killed"
         f" (default: {_TIMEOUT:g})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Do all checks. Blocks at most ``--timeout`` for each of them, and longer for the start; leaves no process.
+    """Do all checks. Blocks at most ``--timeout`` for each of them, and longer for start and end; leaves no process.
 
     Returns:
         0 if all is well or there are only warnings, 1 if a check failed, 130 after Ctrl-C.
@@ -95,10 +95,10 @@ def _checks(nproc: int, backend: str, timeout: float) -> Iterator[Finding]:
     yield doctor_network.check_main_address(os.environ, look, is_torchruns=any(torchrun_answers))
     environ = doctor_environment.cleaned(os.environ, interfaces)
     environ.setdefault("OMP_NUM_THREADS", "1")
-    # Importing torch is work, which ranks that share a processor do one after the other.
-    start_timeout = max(timeout, _TIMEOUT) * max(1.0, nproc / (os.cpu_count() or 1))
+    # To import torch, and to let it go, is work, which ranks that share a processor do one after the other.
+    long_timeout = max(timeout, _TIMEOUT) * max(1.0, nproc / (os.cpu_count() or 1))
     with Ranks(nproc, backend, environ, _PATIENCE * timeout) as ranks:
-        yield from run_checks(ranks, nproc, backend, timeout, start_timeout)
+        yield from run_checks(ranks, nproc, backend, timeout, long_timeout)
 
 
 def _patient(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -35,7 +35,7 @@ _KILLED = "If nobody has killed it, the system did, for lack of memory: look at 
 _SHOWN = 400
 
 
-def run_checks(ranks: Ranks, size: int, backend: str, timeout: float, start_timeout: float) -> Iterator[Finding]:
+def run_checks(ranks: Ranks, size: int, backend: str, timeout: float, long_timeout: float) -> Iterator[Finding]:
     """Do all checks, in the order of :data:`ALL`; each finding comes as soon as it is known.
 
     When a rank is gone, what is left can not be checked, and says so.
@@ -45,10 +45,10 @@ def run_checks(ranks: Ranks, size: int, backend: str, timeout: float, start_time
         size: Number of ranks.
         backend: The backend that they check.
         timeout: Bound of each check, in seconds.
-        start_timeout: Bound of the start.
+        long_timeout: Bound of the start and of the end, which are work for the processor.
     """
     done: list[str] = []
-    for finding, goes_on in _run(ranks, size, backend, timeout, start_timeout):
+    for finding, goes_on in _run(ranks, size, backend, timeout, long_timeout):
         done.append(finding.check)
         yield finding
         if not goes_on:
@@ -57,8 +57,8 @@ def run_checks(ranks: Ranks, size: int, backend: str, timeout: float, start_time
             return
 
 
-def _run(ranks: Ranks, size: int, backend: str, timeout: float, start_timeout: float) -> Iterator[tuple[Finding, bool]]:
-    outcome = ranks.collect(start_timeout)
+def _run(ranks: Ranks, size: int, backend: str, timeout: float, long_timeout: float) -> Iterator[tuple[Finding, bool]]:
+    outcome = ranks.collect(long_timeout)
     yield _judge(START, outcome, lambda: _started(outcome, size, backend)), _is_usable(outcome, size, backend)
 
     ranks.tell("host", to=[0])
@@ -87,7 +87,7 @@ def _run(ranks: Ranks, size: int, backend: str, timeout: float, start_timeout: f
     outcome = ranks.collect(timeout)
     yield _judge(ABORT, outcome, lambda: _aborted(outcome)), not outcome.is_over
 
-    ended, printed = ranks.finish(timeout)
+    ended, printed = ranks.finish(long_timeout)
     yield _judge(EXIT, ended, lambda: _ended(ended, printed)), True
 
 

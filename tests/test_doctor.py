@@ -469,6 +469,16 @@ def test_an_exit_that_is_not_clean(stand_ins):
     assert not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text(), "killed"
 
 
+def test_a_rank_that_does_not_end(monkeypatch):
+    monkeypatch.setattr(doctor_ranks, "_START", STAND_IN.replace("SPECIAL", "pass") + "if rank: threading.Event().wait()")
+    with Ranks(2, "gloo", os.environ, 1.0) as ranks:
+        assert ranks.collect(20.0).is_good
+        outcome, printed = ranks.finish(1.0)
+    assert (list(outcome.answers), list(outcome.hung)) == ([0], [1])
+    assert '  File "<string>", line 13 in <module>' in outcome.hung[1]
+    assert printed.keys() == {1}, "its stacks"
+
+
 def test_a_rank_that_does_not_start(monkeypatch):
     monkeypatch.setattr(doctor_ranks, "_START", "import no_such_module")
     with Ranks(2, "gloo", os.environ, 1.0) as ranks:
@@ -506,6 +516,17 @@ def test_wrong_arguments(arguments, message, capsys):
         main(["doctor", *arguments])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_page_has_each_check_and_the_form_of_the_output():
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    assert re.findall(r"^\| `([\w -]+)` \|", page.partition("## The checks")[2], re.MULTILINE)[:13] == [
+        *FIRST,
+        *doctor_checks.ALL,
+    ]
+    assert list(results(page)) == [*FIRST, *doctor_checks.ALL]
+    shown = " ".join(page.partition("What to do:\n- environment: ")[2].partition("\n\n")[0].split())
+    assert shown == diagnose({"WORLD_SIZE": "4"}, HOST).advice[0]
 
 
 def test_the_report():
