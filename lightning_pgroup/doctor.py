@@ -1,13 +1,14 @@
 """``lightning-pgroup doctor``: does this host let ranks meet, work, fail and end? It starts some, and says what to do."""
 
 import argparse
+import contextlib
 import importlib.util
 import math
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from datetime import timedelta
 
 from lightning_pgroup import doctor_environment, doctor_network
@@ -60,10 +61,11 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     if not arguments.json:
         say(f"{nproc} {'rank' if nproc == 1 else 'ranks'}, {backend}, at most {timeout:g} s for each check")
     try:
-        for finding in _checks(nproc, backend, timeout):
-            findings.append(finding)
-            if not arguments.json:
-                say(progress(finding))
+        with contextlib.closing(_checks(nproc, backend, timeout)) as checks:  # wherever an interrupt comes, the ranks end
+            for finding in checks:
+                findings.append(finding)
+                if not arguments.json:
+                    say(progress(finding))
     except KeyboardInterrupt:
         if not arguments.json:
             say("interrupted; the ranks have been ended")
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     return exit_code(findings)
 
 
-def _checks(nproc: int, backend: str, timeout: float) -> Iterator[Finding]:
+def _checks(nproc: int, backend: str, timeout: float) -> Generator[Finding, None, None]:
     look = timedelta(seconds=min(timeout, _LONGEST_LOOK))
     interfaces = [name for _, name in socket.if_nameindex()]
     torchrun_answers: list[bool] = []
@@ -96,9 +98,15 @@ def _checks(nproc: int, backend: str, timeout: float) -> Iterator[Finding]:
     environ = doctor_environment.cleaned(os.environ, interfaces)
     environ.setdefault("OMP_NUM_THREADS", "1")
     # To import torch, and to let it go, is work, which ranks that share a processor do one after the other.
-    long_timeout = max(timeout, _TIMEOUT) * max(1.0, nproc / (os.cpu_count() or 1))
+    long_timeout = max(timeout, _TIMEOUT) * max(1.0, nproc / _processors())
     with Ranks(nproc, backend, environ, _PATIENCE * timeout) as ranks:
         yield from run_checks(ranks, nproc, backend, timeout, long_timeout)
+
+
+def _processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _patient(say: Callable[[str], None]) -> Callable[[str], None]:
