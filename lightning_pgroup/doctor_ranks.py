@@ -116,6 +116,8 @@ class Ranks:
             for number in waiting & self._gone:
                 outcome.died[number] = self._ranks[number].describe_end()
                 waiting.discard(number)
+            if not waiting:
+                break
             if not outcome.is_good:
                 until = min(until, time.monotonic() + _GRACE)
             try:

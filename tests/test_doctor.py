@@ -500,6 +500,7 @@ def test_a_rank_that_does_not_start(monkeypatch):
     with Ranks(2, "gloo", os.environ, 1.0) as ranks:
         first, *others = run_checks(ranks, 2, "gloo", 20.0, 20.0)
     assert "ended with exit code 1 (ModuleNotFoundError: No module named 'no_such_module')" in first.found
+    assert first.seconds < 4, "nothing is waited for any more"
     assert {one.result for one in others} == {Result.SKIPPED}
 
 
