@@ -49,7 +49,7 @@ def results(out):
 
 @pytest.mark.scripts
 def test_a_healthy_host(tmp_path):
-    done = finish(start_command([*DOCTOR, "--nproc", "2", "--backend", "gloo"], tmp_path))
+    done = finish(start_command([*DOCTOR, "--nproc", "2", "--backend", "gloo"], tmp_path, cold=True))
     assert done.code == 0, done.out + done.err
     assert done.err == ""
     assert results(done.out) == dict.fromkeys([*FIRST, *doctor_checks.ALL], "ok")
@@ -71,7 +71,7 @@ def test_no_loopback_no_host_name_and_leftovers(tmp_path):
         pytest.skip("no namespaces can be made here")
     left = ["env", "WORLD_SIZE=4", "RANK=1", "GLOO_SOCKET_IFNAME=eth7", "MASTER_ADDR=no-such-main.invalid", "MASTER_PORT=29500"]
     command = [*inside, *left, *DOCTOR, "--nproc", "1", "--timeout", "3", "--json"]
-    done = finish(start_command(command, tmp_path))
+    done = finish(start_command(command, tmp_path, cold=True))
     document = json.loads(done.out)
     assert (done.code, document["exit_code"], done.err) == (1, 1, "")
     found = {one["check"]: one for one in document["checks"]}
@@ -117,7 +117,7 @@ def test_a_rank_that_hangs(tmp_path):
     """
     (tmp_path / "sitecustomize.py").write_text(HANG)
     environ = ["env", f"PYTHONPATH={tmp_path}{os.pathsep}{ROOT}", "COLUMNS=80", "WORLD_SIZE=4", "GLOO_SOCKET_IFNAME=eth7"]
-    done = finish(start_command([*environ, *DOCTOR, "--timeout", "4"], tmp_path))
+    done = finish(start_command([*environ, *DOCTOR, "--timeout", "4"], tmp_path, cold=True))
     assert (done.code, done.err) == (1, ""), done.out
     found = results(done.out)
     good = ["versions", "host name", "loopback", "main address", "start", "rendezvous", "create", "addresses"]
@@ -133,7 +133,7 @@ def test_a_rank_that_hangs(tmp_path):
 @pytest.mark.scripts
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_an_interrupted_doctor_leaves_nothing(number, code, tmp_path):
-    process = start_command(DOCTOR, tmp_path)
+    process = start_command(DOCTOR, tmp_path, cold=True)
     for line in process.stdout:
         if line.startswith("main address"):
             break
