@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lightning_pgroup import explain, timeline
+from lightning_pgroup import doctor, explain, timeline
 from lightning_pgroup.__about__ import __version__
 
 Say = Callable[[str], None]
@@ -32,7 +32,7 @@ class Command(Protocol):
         """
 
 
-COMMANDS: dict[str, Command] = {"explain": explain, "timeline": timeline}
+COMMANDS: dict[str, Command] = {"doctor": doctor, "explain": explain, "timeline": timeline}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

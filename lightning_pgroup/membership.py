@@ -13,7 +13,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from lightning_pgroup import failure
-from lightning_pgroup.errors import WorldSizeError
+from lightning_pgroup.errors import StoreLostError, WorldSizeError
 from lightning_pgroup.init_method import resolve
 from lightning_pgroup.store import LOOPBACK, Endpoint, host_store, listen
 from lightning_pgroup.team import Invitation, RunEnd, Team, join_invited, join_launched
@@ -25,6 +25,7 @@ LEAVE_TIMEOUT = timedelta(seconds=5)
 """How long the host of a store waits at exit for the other ranks to leave."""
 
 _LEAVE_POLL = 0.01
+_LONGEST_KNOCK = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +84,21 @@ class Membership:
         return Invitation.to(self._endpoint, size, highest)
 
     def host(self, listener: socket.socket) -> None:
-        """Host this process's store on a socket that already listens; the store owns the socket from then on."""
-        self._endpoint = Endpoint(*listener.getsockname()[:2])
+        """Host this process's store on a socket that already listens; the store owns the socket from then on.
+
+        Waits for nobody; at most 5 s where this host does not let its own connection through.
+
+        Raises:
+            StoreLostError: This host can not reach itself there.
+        """
+        endpoint = Endpoint(*listener.getsockname()[:2])
+        try:
+            _knock(endpoint)
+        except BaseException:
+            listener.close()
+            raise
         self._hosted = host_store(listener, STORE_TIMEOUT)
+        self._endpoint = endpoint
 
     def join(self, invitation: Invitation | None) -> None:
         """Become a rank of the run that ``invitation`` names.
@@ -263,3 +276,15 @@ class Membership:
         if place.init_method is None and self.invitation is not None and self._is_invited(place):
             return self.invitation
         return (place.init_method, place.rank, place.size)
+
+
+def _knock(endpoint: Endpoint) -> None:
+    """See that this process can reach its own socket: torch's store would try that for all of its timeout, deaf to Ctrl-C."""
+    try:
+        socket.create_connection(endpoint, _LONGEST_KNOCK).close()
+    except OSError as error:
+        why = f"no answer for {_LONGEST_KNOCK:g} s" if isinstance(error, TimeoutError) else error.strerror
+        raise StoreLostError(
+            f"This process can not host the store in which the ranks meet: it listens at {endpoint} and does not reach itself"
+            f" there ({why}). Is the loopback interface down, or does a firewall guard it? `lightning-pgroup doctor` says more."
+        ) from error
