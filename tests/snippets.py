@@ -12,7 +12,9 @@ from pathlib import Path
 from tests.models import TinyData, TinyModel
 from tests.scripts import ROOT
 
-FENCE = re.compile(r"(?:<!-- not run: (?P<reason>[^\n]*?) -->\n)?^(?P<indent> *)```(?P<language>\S*)\n(?P<text>.*?)^ *```$", re.M | re.S)
+FENCE = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^\n]*?) -->\n)?^(?P<indent> *)```(?P<language>\S*)\n(?P<text>.*?)^ *```$", re.M | re.S
+)
 
 
 @dataclass(frozen=True)

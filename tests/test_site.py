@@ -63,11 +63,23 @@ def site(tmp_path_factory):
     pytest.importorskip("mkdocs", reason="needs the extra `docs`")
     pytest.importorskip("material", reason="needs the extra `docs`")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(ROOT / "mkdocs.yml"),
+        "--site-dir",
+        str(folder),
+    ]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=folder, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    said = [line for line in (done.stdout + done.stderr).splitlines() if not re.match(r"INFO +- +(Cleaning|Building|Docum)", line)]
+    said = [
+        line for line in (done.stdout + done.stderr).splitlines() if not re.match(r"INFO +- +(Cleaning|Building|Docum)", line)
+    ]
     assert said == [], "mkdocs has something to say"
     return folder
 
@@ -123,7 +135,9 @@ def test_signatures_arguments_and_errors_are_shown(built):
             assert re.search(rf"\b{name}\b", api), name
             if parameter.default is not inspect.Parameter.empty and isinstance(parameter.default, str | float):
                 assert re.search(rf"{name} : .{{1,120}}? = {parameter.default!r}".replace("'", "[\"']"), api), name
-    raised = set(re.findall(r"^ +(\w+Error): ", "\n".join(inspect.getdoc(one) or "" for one in [strategy, *functions]), re.MULTILINE))
+    raised = set(
+        re.findall(r"^ +(\w+Error): ", "\n".join(inspect.getdoc(one) or "" for one in [strategy, *functions]), re.MULTILINE)
+    )
     assert len(raised) > 4
     assert all(name in api for name in raised)
     for policy in typing.get_args(lightning_pgroup.policy.PolicyName):
@@ -132,6 +146,10 @@ def test_signatures_arguments_and_errors_are_shown(built):
 
 def test_the_search_finds_what_people_look_for(site):
     index = json.loads((site / "search" / "search_index.json").read_text())
-    for words, page in [("default process group twice", "faq.html"), ("destroy_timeout", "api.html"), ("foreign", "policies.html")]:
+    for words, page in [
+        ("default process group twice", "faq.html"),
+        ("destroy_timeout", "api.html"),
+        ("foreign", "policies.html"),
+    ]:
         found = {one["location"].split("#")[0] for one in index["docs"] if words in html.unescape(one["title"] + one["text"])}
         assert page in found, words
