@@ -1,4 +1,4 @@
-"""The fenced blocks of a page: Python runs as it stands; of the commands and configurations it is known what is to be checked."""
+"""The fenced blocks of a page; the Python among them runs as it stands."""
 
 import contextlib
 import io
@@ -12,9 +12,7 @@ from pathlib import Path
 from tests.models import TinyData, TinyModel
 from tests.scripts import ROOT
 
-FENCE = re.compile(
-    r"(?:<!-- not run: (?P<reason>[^\n]*?) -->\n)?^(?P<indent> *)```(?P<language>\S*)\n(?P<text>.*?)^ *```$", re.M | re.S
-)
+FENCE = re.compile(r"(?:<!-- not run: (?P<reason>[^\n]*?) -->\n)?^ *```(?P<language>\S*)\n(?P<text>.*?)^ *```$", re.M | re.S)
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def pages() -> list[str]:
 def fences(page: str, *languages: str) -> list[Block]:
     """The blocks of a page in these languages, or all of them."""
     found = [
-        Block(page, one["language"], textwrap.dedent(one["indent"] + one["text"]), one["reason"])
+        Block(page, one["language"], textwrap.dedent(one["text"]), one["reason"])
         for one in FENCE.finditer((ROOT / page).read_text())
     ]
     return [block for block in found if not languages or block.language in languages]
