@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import typing
@@ -106,6 +107,12 @@ def test_links_and_anchors_lead_somewhere(site, built):
                 checked += 1
                 assert unquote(target.fragment) in built[path].anchors, (name, link)
     assert checked > 200
+
+
+def test_links_out_of_the_pages_become_paths():
+    named = runpy.run_path(str(ROOT / "mkdocs_links.py"))["on_page_markdown"]
+    assert named("see [examples/hydra](../examples/hydra), [README](../README.md#when)") == "see `examples/hydra`, `README.md`"
+    assert named("[a study](../examples/study.py) [API](api.md)") == "a study (`examples/study.py`) [API](api.md)"
 
 
 def test_nothing_is_fetched_from_elsewhere(site, built):

@@ -136,10 +136,10 @@ def _pip(page, words, output, *_):
         assert set(wanted.split(",")) <= set(extras), wanted
 
 
-def _python(page, words, output, monkeypatch, capsys):
+def _python(page, words, *rest):
     if words[0] == "-m":
         if words[1] == "lightning_pgroup":
-            _ours(page, words[2:], output, monkeypatch, capsys)
+            _ours(page, words[2:], *rest)
         assert importlib.util.find_spec(words[1]), words
     elif words[0] == "train.py":
         assert any('if __name__ == "__main__":' in block for block in blocks_of(page)), "the page has no script"
@@ -153,8 +153,7 @@ def _torchrun(page, words, *_):
     from torch.distributed.run import get_args_parser
 
     arguments = get_args_parser().parse_args(words)
-    assert arguments.training_script == "train.py"
-    assert arguments.training_script_args == []
+    _python(page, [arguments.training_script, *arguments.training_script_args])
 
 
 def _pytest(page, words, *_):
