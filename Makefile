@@ -29,9 +29,11 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 	$(INSTALL) -e ".[examples]"
 	touch $@
 
+# Only what the extra itself names: the site is made from the source of the package, which need not be installed, nor torch.
 .venv/docs: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
-	$(INSTALL) -e ".[docs]"
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+		| tr " " "\n" | $(INSTALL) -r /dev/stdin
 	touch $@
 
 .venv/installed: pyproject.toml constraints.txt

@@ -9,7 +9,7 @@ from lightning_pgroup import errors
 from tests.scripts import ROOT
 
 ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.PGroupError)}
-LOGGED = {"warning", "warn"}
+LOGGED = re.compile(r"(\w+\.)*_?(logger\.warning|warnings\.warn)")
 
 
 def template(node: ast.AST) -> str | None:
@@ -39,8 +39,9 @@ def raised_and_logged() -> Iterator[str]:
     for path in sorted((ROOT / "lightning_pgroup").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
-                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                if name in ERRORS | LOGGED and node.args and (text := template(node.args[0])):
+                name = ast.unparse(node.func)
+                is_told = name.rpartition(".")[2] in ERRORS or LOGGED.fullmatch(name)
+                if is_told and node.args and (text := template(node.args[0])):
                     yield text
 
 
