@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench docs clean
 
 # The main job: handwritten digits on two ranks, fit and test, one process group for each stage.
 demo: .venv/examples
@@ -18,11 +18,22 @@ check: .venv/installed
 bench: .venv/installed
 	$(BIN)/python benchmarks/stage.py
 
+# The site of docs/, into site/; a warning fails it. The variable is Material's own way to leave out its notice on its future.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .venv/examples: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(INSTALL) -e ".[examples]"
+	touch $@
+
+# Only what the extra itself names: the site is made from the source of the package, which need not be installed, nor torch.
+.venv/docs: pyproject.toml constraints.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+		| tr " " "\n" | $(INSTALL) -r /dev/stdin
 	touch $@
 
 .venv/installed: pyproject.toml constraints.txt
@@ -31,4 +42,4 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv site

@@ -34,7 +34,7 @@ class GroupNames(DDPStrategy):
         order. Else let all members ask for names in the same order, as with any collective.
 
         Args:
-            name: From ``groups`` or :meth:`new_group`.
+            name: From ``groups`` or ``new_group``.
 
         Raises:
             ValueError: An unknown name; the message lists those that there are.
@@ -55,7 +55,7 @@ class GroupNames(DDPStrategy):
     ) -> ProcessGroup | None:
         """Define a named group in code, as ``groups`` does, and make it on its members if there is a default group.
 
-        To be called on all ranks. Collective among the members, as the first :meth:`group`; on the others it is local. The
+        To be called on all ranks. Collective among the members, as the first call of ``group``; on the others it is local. The
         definition stays with this strategy object, so that later generations have the group too. May be repeated.
 
         Args:
@@ -71,7 +71,7 @@ class GroupNames(DDPStrategy):
             ValueError: A wrong name or value, or the name is defined otherwise.
             TypeError: A value of the wrong kind.
             WorldSizeError: The default group does not have all these ranks. It is not defined then.
-            PGroupError: As :meth:`group`.
+            PGroupError: As for ``group``.
         """
         definition = parse_group("new_group", name, ranks, backend=backend, timeout=timeout)
         known = self._groups.get(name)
@@ -93,7 +93,7 @@ class GroupNames(DDPStrategy):
         return state.named_groups.get(self._resolved(), name)
 
     def destroy_group(self, name: str) -> None:
-        """End a named group, and leave the default group alone. The next :meth:`group` of its members makes it anew.
+        """End a named group, and leave the default group alone. The next ``group`` of its members makes it anew.
 
         To be called by the members; not collective; blocks at most ``destroy_timeout``, then it is aborted. Nothing happens
         where it does not live.

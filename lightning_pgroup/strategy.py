@@ -76,7 +76,7 @@ class PGroupDDPStrategy(StrategyCollectives, GroupNames, LentParts):
             takes the group's ``timeout``.
         init_method: ``"file://…"``, ``"tcp://…"`` or ``"env://"``: where the ranks meet, instead of the launcher's way.
         pg_options: Options of the backend, as ``torch.distributed.init_process_group`` takes them.
-        groups: Named groups: lists of ranks by name, such as ``{"pairs": [[0, 1], [2, 3]]}``; see :meth:`group`.
+        groups: Named groups: lists of ranks by name, such as ``{"pairs": [[0, 1], [2, 3]]}``; see ``group``.
         metrics: What happens to metrics of ``torchmetrics`` at the end of a stage: ``"compute"`` (computed over all ranks, so
             that their values stay right without the group) or ``"keep"`` (nothing).
         record: A folder, or a file that ends in ``.jsonl``, to which each rank appends one JSON line for each thing that was
