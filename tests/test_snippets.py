@@ -28,10 +28,12 @@ ELSEWHERE = {
     "docs/groups.md": "test_docs_groups.test_examples_run_one_after_the_other",
     "docs/holders.md": "test_holders.test_the_example_of_the_page_runs_as_it_stands",
     "docs/metrics.md": "test_docs_metrics.test_examples_run_one_after_the_other",
+    "docs/notebooks.md": "test_notebook.test_the_snippet_of_the_page_runs",
     "docs/records.md": "test_docs_records.test_examples_run_one_after_the_other",
     "docs/scripts.md": "test_docs.test_the_script_without_lightning",
     "docs/slurm.md": "test_docs.test_the_script_for_slurm",
     "docs/testing.md": "test_docs_testing.test_the_test_file",
+    "docs/timeline.md": "test_timeline.test_the_example_and_the_commands_of_the_page_run",
     "docs/torchrun.md": "test_docs.test_the_script_for_torchrun",
 }
 """Pages whose Python needs more than that, and the tests that run it."""
