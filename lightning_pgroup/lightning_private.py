@@ -3,8 +3,11 @@
 A Lightning release that moves one breaks this file and no other; ``tests/test_lightning_private.py`` says which name moved.
 """
 
+import contextlib
 import threading
 import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver as ChildProcessObserver
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend_for_device
@@ -14,6 +17,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
@@ -30,6 +34,7 @@ __all__ = [
     "dismiss_process_observers",
     "failing_hook",
     "get_rank_zero_rank",
+    "hydra_command",
     "in_error_handling",
     "is_interactive",
     "requested_devices",
@@ -44,7 +49,7 @@ def requested_devices(trainer: Trainer) -> int | None:
     flag = getattr(trainer._accelerator_connector, "_devices_flag", None)
     if isinstance(flag, int):
         return flag
-    return len(flag) if isinstance(flag, (list, tuple)) else None
+    return len(flag) if isinstance(flag, Sequence) and not isinstance(flag, str) else None
 
 
 def is_interactive() -> bool:
@@ -78,6 +83,18 @@ def dismiss_process_observers() -> None:
     for thread in threading.enumerate():
         if isinstance(thread, ChildProcessObserver):
             thread._child_processes = []
+
+
+@contextlib.contextmanager
+def hydra_command(command: Callable[[int], tuple[Sequence[str], str]]) -> Iterator[None]:
+    """During the block, let Lightning start the other ranks of a job of Hydra by ``command`` instead of its own."""
+    module: Any = subprocess_script
+    own = module._hydra_subprocess_cmd
+    module._hydra_subprocess_cmd = command
+    try:
+        yield
+    finally:
+        module._hydra_subprocess_cmd = own
 
 
 _CALLERS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_lightning_datamodule_hook", "_call_strategy_hook")

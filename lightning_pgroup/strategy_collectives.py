@@ -13,6 +13,7 @@ from lightning_pgroup.claim import Claim, GroupRequest
 from lightning_pgroup.collectives import collective
 from lightning_pgroup.lightning_private import in_error_handling
 from lightning_pgroup.process_state import process_state
+from lightning_pgroup.sweep import leave_earlier_job
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class StrategyCollectives(DDPStrategy):
             return super().reduce_boolean_decision(decision, all) if distributed else decision
 
     def _collective(self, name: str) -> AbstractContextManager[bool]:
+        leave_earlier_job()
         claim = self.claim()
         if claim.failed and not in_error_handling():
             claim.failed = False  # a hook for errors has raised itself, so that Lightning did not call `teardown` (F33)
