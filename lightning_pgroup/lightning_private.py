@@ -4,7 +4,10 @@ A Lightning release that moves one breaks this file and no other; ``tests/test_l
 """
 
 import contextlib
+import os
+import subprocess
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,10 +26,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as lightning_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from typing_extensions import override
 
 __all__ = [
     "ChildProcessObserver",
     "MultiProcessingLauncher",
+    "PatientObserver",
     "SIGTERMException",
     "SubprocessScriptLauncher",
     "TunerExitException",
@@ -95,6 +100,28 @@ def hydra_command(command: Callable[[int], tuple[Sequence[str], str]]) -> Iterat
         yield
     finally:
         module._hydra_subprocess_cmd = own
+
+
+class PatientObserver(ChildProcessObserver):
+    """Lightning's thread that kills all ranks when one has failed, but only those that have not noticed it themselves.
+
+    Args:
+        child_processes: The ranks that this process has started.
+        patience: How long this process may take to leave its stage once one of them has failed, seconds.
+    """
+
+    def __init__(self, child_processes: Sequence["subprocess.Popen[bytes]"], patience: float) -> None:
+        super().__init__(main_pid=os.getpid(), child_processes=list(child_processes), sleep_period=1)
+        self._patience = patience
+        self._failed_at: float | None = None
+
+    @override
+    def _run(self) -> bool:
+        if any(child.poll() for child in self._child_processes):
+            self._failed_at = self._failed_at or time.monotonic()
+            if time.monotonic() - self._failed_at < self._patience:
+                return False
+        return super()._run()
 
 
 _CALLERS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_lightning_datamodule_hook", "_call_strategy_hook")

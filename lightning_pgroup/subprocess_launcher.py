@@ -23,7 +23,7 @@ from lightning_pgroup.lightning_private import (
 )
 from lightning_pgroup.process_state import process_state
 from lightning_pgroup.stage_call import StageCall, check_devices
-from lightning_pgroup.sweep import job_of_ranks, leave_earlier_job, watched_in_stages
+from lightning_pgroup.sweep import job_of_ranks, leave_earlier_job, run_watched
 from lightning_pgroup.team import ENVIRONMENT_VARIABLE
 
 if TYPE_CHECKING:
@@ -76,8 +76,9 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         if state.membership.children:
             # So that `kill` reaches the ranks that an earlier Trainer has started.
             self.procs = list(state.membership.children)
-        with watched_in_stages(state.membership):
+        if job_of_ranks(self.num_nodes) is None:
             return super().launch(call, *args, trainer=trainer, **kwargs)
+        return super().launch(run_watched, state.membership, call, *args, trainer=trainer, **kwargs)
 
     def _check(self, trainer: Trainer | None) -> None:
         size = self._strategy.group_size

@@ -4,19 +4,21 @@ They run the script as a single run of their job, and end with it. So no job eve
 each may ask for another number of ranks.
 """
 
-import contextlib
-import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from lightning_pgroup import environment, hydra_job
-from lightning_pgroup.lightning_private import ChildProcessObserver, dismiss_process_observers
+from lightning_pgroup.lightning_private import PatientObserver, dismiss_process_observers
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.process_state import existing_process_state
 from lightning_pgroup.records import logger
 
 END_TIMEOUT = timedelta(seconds=30)
 """How long the ranks of a job may take to end, once the next job needs ranks."""
+
+PATIENCE = 30.0
+"""How long a stage may go on after one of its ranks has ended with an error, seconds."""
 
 _WHY = "the next job of the sweep has begun, which has ranks of its own"
 
@@ -57,18 +59,15 @@ def job_of_ranks(nodes: int) -> str | None:
     return hydra_job.current_job() if nodes == 1 else None
 
 
-@contextlib.contextmanager
-def watched_in_stages(membership: Membership) -> Iterator[None]:
-    """In a sweep, let Lightning's thread that kills this process when a rank of its has failed live during a stage only.
+def run_watched(membership: Membership, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a stage of a job of a sweep, in the process that has started the ranks.
 
-    Between the stages of a job that fails on all ranks, the others end before this process has come to its next job.
+    Lightning kills this process up to 5 s after a rank has failed. Here other jobs follow, so that it gets :data:`PATIENCE` to
+    notice that by itself, and after the stage nobody kills it: the ranks end before it has come to its next job.
     """
-    if hydra_job.current_job() is None:
-        yield
-        return
+    dismiss_process_observers()
     try:
-        if membership.children:
-            ChildProcessObserver(main_pid=os.getpid(), child_processes=list(membership.children)).start()
-        yield
+        PatientObserver(membership.children, PATIENCE).start()
+        return function(*args, **kwargs)
     finally:
         dismiss_process_observers()
