@@ -115,11 +115,10 @@ class Study:
 
     def run(self) -> Trainer:
         """Run the next trial, on all ranks. Returns its Trainer."""
+        devices = int(os.environ.get("LOCAL_WORLD_SIZE", "2"))  # as torchrun has it
         strategy = PGroupDDPStrategy(destroy="per_trainer", on_error="abort", timeout=120)
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = Trainer(
-            strategy=strategy, accelerator="cpu", devices="auto" if "RANK" in os.environ else 2, max_epochs=self.epochs, **quiet
-        )
+        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=self.epochs, **quiet)
         trial = self._ask() if trainer.is_global_zero else None
         shared = SharedTrial(trial)
         trainer.callbacks.append(shared)
@@ -128,6 +127,8 @@ class Study:
         try:
             trainer.fit(Network(), *loaders())
         except Exception as error:  # whichever rank has failed, the others get an error too; an interrupt ends the study
+            if shared.number is None:
+                raise  # before it was known what to run
             logging.getLogger(__name__).warning("The trial has failed: %s", error)
             well = False
         # One that fails in the last moment leaves the others without an error, so all ask each other.

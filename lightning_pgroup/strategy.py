@@ -214,6 +214,13 @@ class PGroupDDPStrategy(StrategyCollectives, GroupNames, LentParts):
         counts = getattr(type(environment), "world_size", None) is LightningEnvironment.world_size
         return isinstance(environment, LightningEnvironment) and counts
 
+    @override
+    def ranks_are_there(self) -> bool:
+        """Whether the other ranks of a stage run already. Those that Lightning starts do so from their first stage on."""
+        environment = self.cluster_environment
+        started = environment is not None and environment.creates_processes_externally
+        return started or not self.starts_ranks_itself or self.group_size == 1
+
     @property
     @override
     def group_size(self) -> int:
