@@ -88,10 +88,19 @@ def parse_config(
         destroy_timeout=parse_duration("destroy_timeout", destroy_timeout),
         rendezvous_timeout=(None if rendezvous_timeout is None else parse_duration("rendezvous_timeout", rendezvous_timeout)),
         init_method=_parse_init_method(init_method),
-        pg_options=_check_options(pg_options),
+        pg_options=_check_options(plain(pg_options)),
         compute_metrics=_parse_metrics(metrics),
         record=parse_record(record),
     )
+
+
+def plain(value: Any) -> Any:
+    """Turn the containers of OmegaConf, which Hydra hands over, into plain ones; all else stays what it is."""
+    if not type(value).__module__.startswith("omegaconf."):
+        return value
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, Sequence) else value
 
 
 def parse_duration(argument: str, value: Duration) -> timedelta:

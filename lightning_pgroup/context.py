@@ -29,6 +29,7 @@ from lightning_pgroup.policy import OnErrorName, OnMismatchName, Ownership
 from lightning_pgroup.process_state import ProcessState, process_state
 from lightning_pgroup.script_rank import find_place
 from lightning_pgroup.signature import GroupSignature, describe_options
+from lightning_pgroup.sweep import leave_earlier_job
 
 NAME = "process_group"
 """What a block is called in records and messages."""
@@ -252,6 +253,7 @@ class _Visit:
         self._hook: Any = None
 
     def begin(self) -> None:
+        leave_earlier_job()
         # Before all else: whatever happens from then on, the others can be told.
         run_shielded(self._enter, "enter")
         self._lifecycle.acquire(self._stages[0])

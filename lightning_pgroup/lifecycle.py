@@ -348,6 +348,26 @@ class Lifecycle:
             if self._custody.is_next_trainer(weakref.ref(trainer)):
                 self._custody.apply(Event.NEXT_TRAINER)
 
+    @in_turn
+    def end_of_run(self, why: str) -> None:
+        """End the group, whatever the policies, because its other ranks are about to be replaced. Local; as :meth:`close`.
+
+        A group of other code stays. This process is then no rank of anything, as before its first stage.
+
+        Args:
+            why: The reason, for the record.
+
+        Raises:
+            PGroupError: A stage is running.
+        """
+        if self._stages:
+            raise PGroupError(f"{self._stages[-1].name!r} is running, so that its ranks can not be replaced.")
+        self._pending.clear()
+        self._custody.notice_loss()
+        self._custody.end(why)
+        self._notices.team = None
+        self._has_run = False
+
     def end_of_process(self, event: Event) -> None:
         """End the group because this process ends (``WORKER_END`` or ``EXIT``). Local, bounded by ``destroy_timeout``.
 

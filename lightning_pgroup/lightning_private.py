@@ -3,8 +3,14 @@
 A Lightning release that moves one breaks this file and no other; ``tests/test_lightning_private.py`` says which name moved.
 """
 
+import contextlib
+import os
+import subprocess
 import threading
+import time
 import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver as ChildProcessObserver
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend_for_device
@@ -14,15 +20,18 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as lightning_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from typing_extensions import override
 
 __all__ = [
     "ChildProcessObserver",
     "MultiProcessingLauncher",
+    "PatientObserver",
     "SIGTERMException",
     "SubprocessScriptLauncher",
     "TunerExitException",
@@ -30,6 +39,7 @@ __all__ = [
     "dismiss_process_observers",
     "failing_hook",
     "get_rank_zero_rank",
+    "hydra_command",
     "in_error_handling",
     "is_interactive",
     "requested_devices",
@@ -44,7 +54,7 @@ def requested_devices(trainer: Trainer) -> int | None:
     flag = getattr(trainer._accelerator_connector, "_devices_flag", None)
     if isinstance(flag, int):
         return flag
-    return len(flag) if isinstance(flag, (list, tuple)) else None
+    return len(flag) if isinstance(flag, Sequence) and not isinstance(flag, str) else None
 
 
 def is_interactive() -> bool:
@@ -78,6 +88,40 @@ def dismiss_process_observers() -> None:
     for thread in threading.enumerate():
         if isinstance(thread, ChildProcessObserver):
             thread._child_processes = []
+
+
+@contextlib.contextmanager
+def hydra_command(command: Callable[[int], tuple[Sequence[str], str]]) -> Iterator[None]:
+    """During the block, let Lightning start the other ranks of a job of Hydra by ``command`` instead of its own."""
+    module: Any = subprocess_script
+    own = module._hydra_subprocess_cmd
+    module._hydra_subprocess_cmd = command
+    try:
+        yield
+    finally:
+        module._hydra_subprocess_cmd = own
+
+
+class PatientObserver(ChildProcessObserver):
+    """Lightning's thread that kills all ranks when one has failed, but only those that have not noticed it themselves.
+
+    Args:
+        child_processes: The ranks that this process has started.
+        patience: How long this process may take to leave its stage once one of them has failed, seconds.
+    """
+
+    def __init__(self, child_processes: Sequence["subprocess.Popen[bytes]"], patience: float) -> None:
+        super().__init__(main_pid=os.getpid(), child_processes=list(child_processes), sleep_period=1)
+        self._patience = patience
+        self._failed_at: float | None = None
+
+    @override
+    def _run(self) -> bool:
+        if any(child.poll() for child in self._child_processes):
+            self._failed_at = self._failed_at or time.monotonic()
+            if time.monotonic() - self._failed_at < self._patience:
+                return False
+        return super()._run()
 
 
 _CALLERS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_lightning_datamodule_hook", "_call_strategy_hook")

@@ -25,6 +25,7 @@ from lightning_pgroup.policy import Event
 from lightning_pgroup.process_state import process_state
 from lightning_pgroup.records import LifecycleEvent, Tally
 from lightning_pgroup.stage_call import StageCall, check_devices, stage_name
+from lightning_pgroup.sweep import leave_earlier_job
 from lightning_pgroup.team import Invitation
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the workers, run ``function`` in each as one stage, and wait for them. Called in the parent."""
+        leave_earlier_job()
         strategy = self._pgroup_strategy
         check_devices(trainer, strategy)
         claim = strategy.claim()

@@ -26,6 +26,7 @@ from lightning_pgroup.config import (
     parse_config,
     parse_devices,
     parse_duration,
+    plain,
 )
 from lightning_pgroup.environment import launched_size_kept
 from lightning_pgroup.group_definitions import Ranks
@@ -132,6 +133,7 @@ class PGroupDDPStrategy(StrategyCollectives, GroupNames, LentParts):
         if start_method not in _START_METHODS:
             choices = ", ".join(map(repr, _START_METHODS))
             raise ValueError(f"`start_method` must be one of {choices}, got {start_method!r}.")
+        ddp_kwargs = {name: plain(value) for name, value in ddp_kwargs.items()}
         check_ddp_arguments(ddp_kwargs, own=set(inspect.signature(PGroupDDPStrategy.__init__).parameters))
         self._define_groups(groups, ddp_kwargs.get("process_group"))
         super().__init__(
@@ -140,7 +142,7 @@ class PGroupDDPStrategy(StrategyCollectives, GroupNames, LentParts):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            ddp_comm_state=ddp_comm_state,
+            ddp_comm_state=plain(ddp_comm_state),
             ddp_comm_hook=ddp_comm_hook,
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
@@ -211,6 +213,13 @@ class PGroupDDPStrategy(StrategyCollectives, GroupNames, LentParts):
         # Ray's environment derives from Lightning's, but has ranks of its own.
         counts = getattr(type(environment), "world_size", None) is LightningEnvironment.world_size
         return isinstance(environment, LightningEnvironment) and counts
+
+    @override
+    def ranks_are_there(self) -> bool:
+        """Whether the other ranks of a stage run already. Those that Lightning starts do so from their first stage on."""
+        environment = self.cluster_environment
+        started = environment is not None and environment.creates_processes_externally
+        return started or not self.starts_ranks_itself or self.group_size == 1
 
     @property
     @override

@@ -13,6 +13,7 @@ from lightning_pgroup.claim import Claim, GroupRequest
 from lightning_pgroup.collectives import collective
 from lightning_pgroup.lightning_private import in_error_handling
 from lightning_pgroup.process_state import process_state
+from lightning_pgroup.sweep import leave_earlier_job
 
 T = TypeVar("T")
 
@@ -59,10 +60,15 @@ class StrategyCollectives(DDPStrategy):
         with self._collective("reduce_boolean_decision") as distributed:
             return super().reduce_boolean_decision(decision, all) if distributed else decision
 
+    @abstractmethod
+    def ranks_are_there(self) -> bool:
+        """Whether the other ranks of a stage run already."""
+
     def _collective(self, name: str) -> AbstractContextManager[bool]:
+        leave_earlier_job()
         claim = self.claim()
         if claim.failed and not in_error_handling():
             claim.failed = False  # a hook for errors has raised itself, so that Lightning did not call `teardown` (F33)
         attached = self.cluster_environment is not None and bool(self.parallel_devices)
-        may_be_rank = attached and self._start_method == "popen"
+        may_be_rank = attached and self._start_method == "popen" and self.ranks_are_there()
         return collective(process_state().lifecycle, claim, name, self.request, may_be_rank=may_be_rank)

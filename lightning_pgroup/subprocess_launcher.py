@@ -1,6 +1,7 @@
 """Ranks as further runs of the user's script (``start_method="popen"``), or as processes that somebody else started."""
 
 import atexit
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -13,9 +14,16 @@ from typing_extensions import override
 
 from lightning_pgroup import environment, gloo_interface
 from lightning_pgroup.errors import WorldSizeError
-from lightning_pgroup.lightning_private import SubprocessScriptLauncher, dismiss_process_observers, set_num_threads_if_needed
+from lightning_pgroup.hydra_job import rank_command
+from lightning_pgroup.lightning_private import (
+    SubprocessScriptLauncher,
+    dismiss_process_observers,
+    hydra_command,
+    set_num_threads_if_needed,
+)
 from lightning_pgroup.process_state import process_state
 from lightning_pgroup.stage_call import StageCall, check_devices
+from lightning_pgroup.sweep import job_of_ranks, leave_earlier_job, run_watched
 from lightning_pgroup.team import ENVIRONMENT_VARIABLE
 
 if TYPE_CHECKING:
@@ -51,6 +59,7 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         Raises:
             WorldSizeError: There are not as many processes as the stage asks for.
         """
+        leave_earlier_job()
         call = StageCall(self._strategy, function, trainer, in_worker=False)
         state = process_state()
         if isinstance(self.cluster_environment, MPIEnvironment):
@@ -67,7 +76,9 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         if state.membership.children:
             # So that `kill` reaches the ranks that an earlier Trainer has started.
             self.procs = list(state.membership.children)
-        return super().launch(call, *args, trainer=trainer, **kwargs)
+        if job_of_ranks(self.num_nodes) is None:
+            return super().launch(call, *args, trainer=trainer, **kwargs)
+        return super().launch(run_watched, state.membership, call, *args, trainer=trainer, **kwargs)
 
     def _check(self, trainer: Trainer | None) -> None:
         size = self._strategy.group_size
@@ -112,10 +123,11 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         membership = state.membership
         # Over several nodes each node starts its own ranks, and all meet at the main address.
         invitation = membership.invite(self.num_processes, state.lifecycle.highest_generation) if self.num_nodes == 1 else None
+        job = job_of_ranks(self.num_nodes)
         try:
             if invitation is not None:
                 os.environ[ENVIRONMENT_VARIABLE] = invitation.to_environment()
-            with gloo_interface.hidden():
+            with gloo_interface.hidden(), contextlib.nullcontext() if job is None else hydra_command(rank_command):
                 super()._call_children_scripts()
         except BaseException:
             for child in self.procs:
@@ -125,6 +137,7 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         finally:
             os.environ.pop(ENVIRONMENT_VARIABLE, None)
         membership.children = tuple(self.procs)
+        membership.job, membership.before = job, before
         # Once this process exits, another rank that fails hurts nobody, and must not take its exit code.
         atexit.register(dismiss_process_observers)
         if invitation is not None:

@@ -43,6 +43,7 @@ def test_attributes_that_we_read():
     strategy = PGroupDDPStrategy()
     for name in ("_process_group_backend", "_timeout", "_start_method", "_launcher"):
         assert hasattr(strategy, name), name
+    assert callable(lightning_private.subprocess_script._hydra_subprocess_cmd)
     assert "_call_children_scripts" in inspect.getsource(lightning_private.SubprocessScriptLauncher.launch)
 
 
@@ -68,3 +69,14 @@ def test_ours_takes_all_arguments_of_lightnings_in_their_order():
     ours = list(inspect.signature(PGroupDDPStrategy.__init__).parameters)
     theirs = [p for p in inspect.signature(DDPStrategy.__init__).parameters if p != "kwargs"]
     assert ours[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_a_patient_thread_kills_only_who_does_not_notice_a_failed_rank_in_time(patience):
+    child = SimpleNamespace(poll=lambda: 1, returncode=1, pid=0)
+    observer, killed = lightning_private.PatientObserver([child], patience), []
+    observer._terminate_all = lambda: killed.append(child)
+    assert observer._run() is (patience == 0.0)
+    assert bool(killed) is (patience == 0.0)
+    child.poll, child.returncode = lambda: 0, 0
+    assert lightning_private.PatientObserver([child], patience)._run() is True

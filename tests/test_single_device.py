@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_pgroup import PGroupDDPStrategy
-from tests.models import TinyData, make_trainer
+from tests.models import TinyData, TinyModel, make_trainer
 from tests.ranks import run_ranks
 from tests.scripts import TORCHRUN, run
 from tests.single_device import ROWS, ScoredModel, evaluated
@@ -35,6 +35,17 @@ def check(found, expected):
         assert numbers == [False, ROWS, True, 1]
         assert [alive, count, right, size] == numbers, strategy
         assert set(warnings) <= set(usual), strategy
+
+
+def test_before_its_first_stage_a_strategy_for_two_ranks_has_nobody_to_talk_to_after_a_stage_of_one_rank():
+    def work(_):
+        make_trainer(devices=1).fit(TinyModel(), TinyData())
+        strategy = PGroupDDPStrategy(timeout=5)
+        make_trainer(strategy)
+        strategy.barrier()
+        return strategy.broadcast(3)
+
+    assert run_ranks(work, size=1, bare=True) == [3]
 
 
 SCRIPT = """

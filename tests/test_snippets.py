@@ -32,6 +32,7 @@ ELSEWHERE = {
     "docs/records.md": "test_docs_records.test_examples_run_one_after_the_other",
     "docs/scripts.md": "test_docs.test_the_script_without_lightning",
     "docs/slurm.md": "test_docs.test_the_script_for_slurm",
+    "docs/sweeps.md": "test_docs_sweeps.test_the_example_in_python",
     "docs/testing.md": "test_docs_testing.test_the_test_file",
     "docs/timeline.md": "test_timeline.test_the_example_and_the_commands_of_the_page_run",
     "docs/torchrun.md": "test_docs.test_the_script_for_torchrun",
