@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test test-oldest check bench docs clean
 
 # The main job: handwritten digits on two ranks, fit and test, one process group for each stage.
 demo: .venv/examples
@@ -9,6 +9,10 @@ demo: .venv/examples
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal
+
+# The same with the oldest Lightning that pyproject.toml admits, in an environment of its own.
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -n 3 --dist worksteal
 
 check: .venv/installed
 	$(BIN)/ruff check .
@@ -41,5 +45,14 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 	$(INSTALL) -e ".[check,cli,docs,examples,notebook,plot,ray,sweeps,test]"
 	touch $@
 
+# pip takes one version of each: the lines of constraints-oldest.txt stand in for those of constraints.txt.
+.venv-oldest/installed: pyproject.toml constraints.txt constraints-oldest.txt
+	test -d .venv-oldest || $(PYTHON) -m venv .venv-oldest
+	awk -F== 'FNR == NR { oldest[$$1] } FNR == NR || !($$1 in oldest)' constraints-oldest.txt constraints.txt \
+		> .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt \
+		-e ".[cli,examples,notebook,plot,sweeps,test]"
+	touch $@
+
 clean:
-	rm -rf .venv site
+.PHONY: demo test test-oldest check bench docs clean

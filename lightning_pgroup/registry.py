@@ -60,19 +60,25 @@ def _build(**arguments: Any) -> "PGroupDDPStrategy":
 
 
 class _Registrar(MetaPathFinder):
-    """Finds no module, but notices when Lightning's registry is imported."""
+    """Finds what the finders after it find, and notices thereby when Lightning's registry is imported."""
 
     @override
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _REGISTRY:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+        for finder in self._later_finders():
+            find_spec = getattr(finder, "find_spec", None)  # Python 3.11 still takes finders without it
+            spec: ModuleSpec | None = find_spec(fullname, path, target) if find_spec is not None else None
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _RegisteringLoader(spec.loader, self)
                 return spec
         return None
+
+    def _later_finders(self) -> list[Any]:
+        """Those that come after this one: an earlier one may be another of this kind, which would ask this one again."""
+        finders: list[Any] = list(sys.meta_path)
+        return finders[finders.index(self) + 1 :] if self in finders else finders
 
 
 class _RegisteringLoader(Loader):

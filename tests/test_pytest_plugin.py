@@ -1,7 +1,6 @@
 """The pytest plugin, on small test files of its own: what it finds, whom it blames, and what it leaves alone."""
 
 import os
-import subprocess
 import sys
 import textwrap
 import tomllib
@@ -332,24 +331,3 @@ def test_an_installed_plugin_is_found_and_imports_no_torch(pytester, monkeypatch
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
     result = pytester.runpytest_subprocess("--fixtures")
     result.stdout.fnmatch_lines(["process_group -- *lightning_pgroup/pytest_plugin.py:*", "ranks -- *pytest_plugin.py:*"])
-
-
-@pytest.mark.scripts
-def test_the_names_are_known_to_lightning_in_whatever_order_both_are_imported():
-    code = """if True:
-        import sys
-        before = list(sys.meta_path)
-        import lightning_pgroup
-        assert not {"torch", "lightning"} & set(sys.modules)
-        from lightning.pytorch.strategies import StrategyRegistry, DDPStrategy
-        import lightning.pytorch.strategies as module
-        assert sys.meta_path == before
-        assert type(module.__loader__) is type(sys.__loader__) or "Registering" not in type(module.__loader__).__name__
-        assert "lightning_pgroup.strategy" not in sys.modules
-        strategy = StrategyRegistry.get("pgroup_ddp_fork_find_unused_parameters_true")
-        assert type(strategy) is lightning_pgroup.PGroupDDPStrategy
-        print(len([name for name in StrategyRegistry if name.startswith("pgroup_ddp")]))
-    """
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, env=environ)
-    assert (done.returncode, done.stdout) == (0, "12\n"), done.stderr
