@@ -55,4 +55,4 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 	touch $@
 
 clean:
-.PHONY: demo test test-oldest check bench docs clean
+	rm -rf .venv .venv-oldest site

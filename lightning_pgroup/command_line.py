@@ -6,6 +6,8 @@ torch that needs no torch. This is the one place of the package that prints.
 """
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Those after the program's name; by default this process's own.
 
     Returns:
-        The exit code of the subcommand.
+        The exit code of the subcommand; 1 if nobody reads what it says.
 
     Raises:
         SystemExit: 2 for wrong arguments, with a message; 0 after ``--help`` and ``--version``.
@@ -59,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return COMMANDS[chosen.command].run(chosen, _say)
     except ValueError as error:
         parsers[chosen.command].error(str(error))
+    except BrokenPipeError:  # whoever reads it, such as `head`, has read enough
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 1
 
 
 def _say(line: str) -> None:

@@ -144,6 +144,16 @@ def test_python_m_needs_no_torch(tmp_path, capsys):
     assert run("--destroy", "x").returncode == 2
 
 
+def test_a_reader_that_goes_before_the_end_is_no_error_to_speak_of():
+    reader, writer = os.pipe()
+    os.close(reader)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "lightning_pgroup", "explain"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, env=environ)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_the_table_in_the_docs_is_what_it_prints(capsys):
     (command, shown), *others = re.findall(r"```console\n\$ lightning-pgroup (explain .*?)\n(.*?)```", PAGE, re.DOTALL)
     assert others == []
