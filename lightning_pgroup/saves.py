@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from datetime import timedelta
 from typing import Any
 
@@ -80,7 +80,7 @@ def _watched(start: Callable[..., Any]) -> Callable[..., Any]:
             # The plugin returns nothing, and may raise what an earlier save has raised after it has queued this one. It works
             # off its queue in turn: what is queued now is done when all before it is.
             queue = None if isinstance(result, Future) else getattr(self, "_executor", None)
-            future = result if queue is None else queue.submit(_nothing)
+            future = result if queue is None else _end_of(queue)
             _in_flight()  # forgets those that are done, with all that they hold
             if future is not None:
                 _saves.append((os.getpid(), future, _name(args, kwargs)))
@@ -88,6 +88,14 @@ def _watched(start: Callable[..., Any]) -> Callable[..., Any]:
 
     wrapper._lightning_pgroup = True  # type: ignore[attr-defined]
     return wrapper
+
+
+def _end_of(queue: Executor) -> Future[None] | None:
+    """What is done when all is done that is queued now; ``None`` if the queue takes no more, and has so taken nothing now."""
+    try:
+        return queue.submit(_nothing)
+    except RuntimeError:  # the plugin has raised the same, for its caller to see
+        return None
 
 
 def _in_flight() -> list[str]:

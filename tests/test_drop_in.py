@@ -255,11 +255,11 @@ def test_checkpoints_of_one_fit_the_other(tmp_path):
         trainer.fit(TinyModel(), datamodule=TinyData())
         trainer.save_checkpoint(tmp_path / "ours.ckpt")
         second = make_trainer(DDPStrategy(), max_epochs=2)
-        second.fit(TinyModel(), datamodule=TinyData(), ckpt_path=tmp_path / "ours.ckpt", weights_only=False)
+        second.fit(TinyModel(), datamodule=TinyData(), ckpt_path=tmp_path / "ours.ckpt")
         second.save_checkpoint(tmp_path / "theirs.ckpt")
         dist.destroy_process_group()
         third = make_trainer(PGroupDDPStrategy(destroy="on_teardown"), max_epochs=3)
-        third.fit(TinyModel(), datamodule=TinyData(), ckpt_path=tmp_path / "theirs.ckpt", weights_only=False)
+        third.fit(TinyModel(), datamodule=TinyData(), ckpt_path=tmp_path / "theirs.ckpt")
         return third.current_epoch
 
     assert run_ranks(job, check_leaks=False) == [3, 3]

@@ -276,6 +276,10 @@ class AsyncSaves(Callback):
         return there
 
 
+TAKES_SAVES_AFTER_ITS_TEARDOWN = hasattr(AsyncCheckpointIO, "_ensure_setup")
+
+
+@pytest.mark.skipif(not TAKES_SAVES_AFTER_ITS_TEARDOWN, reason="before 2.6 Lightning's plugin takes no save after its teardown")
 @pytest.mark.parametrize("start_method", ["popen", "fork"])
 def test_async_checkpoint_io_has_written_all_when_the_group_goes(start_method, tmp_path, monkeypatch):
     def job(rank):
@@ -415,3 +419,19 @@ def test_a_save_that_is_queued_behind_one_that_has_failed_is_waited_for():
     assert finish_saves(BOUND)[0] == ""
     with pytest.raises(OSError, match="no space"):
         plugin.teardown()
+
+
+def test_a_save_that_is_not_taken_raises_what_lightning_raises():
+    """As Lightning before 2.6 does after the plugin's teardown, and any at interpreter exit."""
+
+    class Closed:
+        def submit(self, *args, **kwargs):
+            raise RuntimeError("cannot schedule new futures")
+
+    saves.watch_saves()
+    plugin = AsyncCheckpointIO(TorchCheckpointIO())
+    plugin._executor = Closed()
+    with pytest.raises(RuntimeError, match="cannot schedule new futures") as raised:
+        plugin.save_checkpoint({}, "checkpoint.ckpt")
+    assert raised.value.__context__ is None
+    assert saves._in_flight() == []
