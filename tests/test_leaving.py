@@ -163,7 +163,11 @@ def act():
     if rank == {waiting}:
         arrived.wait(60)
 
-savers = [OnExceptionCheckpoint("one"), ModelCheckpoint("other", save_on_exception=True)]
+try:
+    other = ModelCheckpoint("other", save_on_exception=True)
+except TypeError:  # Lightning before 2.6
+    other = OnExceptionCheckpoint("other")
+savers = [OnExceptionCheckpoint("one"), other]
 strategy = PGroupDDPStrategy(timeout=100)
 trainer = make_trainer(strategy, callbacks=[Act(act), *savers], enable_checkpointing=True, limit_train_batches=5000)
 try:
