@@ -17,7 +17,7 @@ mpl.use("agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
 """From the palette of Okabe and Ito, which those can tell apart who see colours differently; markers and hatches differ too."""
@@ -76,7 +76,9 @@ def _over_ranks(axes: Axes, what: str, lines: dict[str, tuple[dict[str, Any], di
     axes.set_yscale("log")
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("ranks")
     axes.set_ylabel(what)
     axes.legend(fontsize="small")

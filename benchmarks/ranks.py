@@ -102,8 +102,9 @@ class Ranks:
                 raise RanksFailedError(f"ranks {sorted(open_.values())} of {self.size} did not finish within {within} s")
             answers = [pipe for pipe in open_ if pipe in ready or pipe.poll()]
             if not answers:
-                codes = {rank: self._processes[rank].exitcode for rank in open_.values()}
-                raise RanksFailedError(f"ranks ended: {codes}")
+                raise RanksFailedError(
+                    self._death(next(rank for rank in open_.values() if self._processes[rank].sentinel in ready))
+                )
             for pipe in answers:
                 found[open_[pipe]] = self._answer(open_[pipe])
         return [found[rank] for rank in range(self.size)]
@@ -112,10 +113,14 @@ class Ranks:
         try:
             good, value = self._pipes[rank].recv()
         except (EOFError, OSError) as error:
-            raise RanksFailedError(f"rank {rank} died") from error
+            raise RanksFailedError(self._death(rank)) from error
         if not good:
             raise RanksFailedError(f"rank {rank} raised:\n{value}")
         return value
+
+    def _death(self, rank: int) -> str:
+        self._processes[rank].join()  # it has ended, but may not have been asked yet how
+        return f"rank {rank} ended with exit code {self._processes[rank].exitcode}"
 
     def end(self) -> None:
         """Let them end, at most :data:`END_TIMEOUT`."""
