@@ -125,11 +125,12 @@ def draw_counts(axes: Axes, figures: dict[str, Any]) -> None:
 
 def draw_memory(axes: Axes, figures: dict[str, Any]) -> None:
     """The memory of rank 0 over the stages."""
-    for name, style in {"on_teardown": OURS, "DDPStrategy": PLAIN}.items():
+    ended = {"color": GREEN, "linestyle": ":"}
+    for name, style in {"on_teardown": OURS, "DDPStrategy": PLAIN, "torch.distributed": ended}.items():
         samples = figures["samples"][name][0]
         more = [(value - samples["anonymous"][0]) / 1e6 for value in samples["anonymous"]]
         axes.plot(samples["stage"], more, **{**style, "marker": None}, label=name)
-    axes.set_xlabel("stages")
+    axes.set_xlabel("stages, or groups of torch.distributed")
     axes.set_ylabel("memory of rank 0, MB more than at first")
     axes.set_title("Leaks: memory")
     axes.legend(fontsize="small")
