@@ -75,7 +75,7 @@ def test_all_of_them_run_and_leave_results(tmp_path):
     assert code == 0, {name: found.get("failed") for name, found in results["benchmarks"].items()}
 
     assert list(results["benchmarks"]) == names
-    assert {"step", "stage", "cycle", "failure", "leaks", "memory"} <= set(names)
+    assert {"step", "stage", "cycle", "agreement", "failure", "leaks", "memory"} <= set(names)
     assert results["quick"]
     assert {"lightning-pgroup", "torch", "lightning", "Python"} <= set(results["versions"])
     assert {"processor", "cores", "memory", "system", "load"} <= set(results["hardware"])
