@@ -50,8 +50,8 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("step", 180),
-    Benchmark("stage", 180),
+    Benchmark("step", 300),
+    Benchmark("stage", 240),
     Benchmark("cycle", 480),
     Benchmark("agreement", 240),
     Benchmark("failure", 240, ("--timeout", "10")),
