@@ -19,8 +19,9 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# All benchmarks, in less than 20 minutes on two cores; the machine should have nothing else to do. QUICK=1 only tries them out.
 bench: .venv/installed
-	$(BIN)/python benchmarks/stage.py
+	$(BIN)/python benchmarks/run.py $(if $(QUICK),--quick --into build/benchmarks,--readme README.md)
 
 # The site of docs/, into site/; a warning fails it. The variable is Material's own way to leave out its notice on its future.
 docs: .venv/docs

@@ -7,18 +7,18 @@ ranks have processors of their own, so that is what the projection to larger job
     python benchmarks/agreement.py --sizes 2 8 32 128 512
 """
 
-import argparse
 import multiprocessing
 import statistics
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import report as frame
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
 from lightning_pgroup import agreement
@@ -29,6 +29,7 @@ from lightning_pgroup.store import LOOPBACK, host_store, listen
 TIMEOUT = timedelta(seconds=120)
 WARM_UP = 3
 PROJECTED = (1024, 4096, 16384)
+QUICK = {"sizes": [2, 4], "rounds": 4, "projected": [8]}
 
 
 class CountingStore:
@@ -184,27 +185,62 @@ def run(sizes: list[int], rounds: int, projected: list[int]) -> dict[str, Any]:
     return {"operations": operations, "rounds": measured, "projection": project(projected, measured)}
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 8, 32, 128, 512])
-    parser.add_argument("--rounds", type=int, default=1000, help="how many rounds two ranks do; more ranks do fewer")
-    parser.add_argument("--projected", type=int, nargs="*", default=PROJECTED)
-    arguments = parser.parse_args()
-    figures = run(arguments.sizes, arguments.rounds, list(arguments.projected))
-    print("store operations per rank and round")
-    for kind, by_size in figures["operations"].items():
-        for size, counts in by_size.items():
-            print(f"{kind:18}{size:>5} ranks {sum(counts.values()):6.2f}  {counts}")
-    print(f"{'ranks':>6}{'ours ms':>10}{'torch ms':>10}{'ratio':>7}{'host ours ms':>14}{'host torch ms':>14}")
+def make_report(figures: dict[str, Any], told: dict[str, Any]) -> frame.Report:
+    """The tables of this benchmark."""
+    made = frame.Report(
+        "agreement", "How the ranks agree: rounds over one store, against torch's own barrier", told, figures=figures
+    )
+    rows = [
+        [
+            kind,
+            size,
+            frame.shown(sum(counts.values())),
+            ", ".join(f"{name} {frame.shown(count)}" for name, count in counts.items()),
+        ]
+        for kind, by_size in figures["operations"].items()
+        for size, counts in by_size.items()
+    ]
+    made.tables.append(frame.Table("Store operations per rank and round", ["", "ranks", "in all", "which"], rows))
+    rows = []
     for size, kinds in figures["rounds"].items():
-        mine, its = kinds["lightning-pgroup"], kinds["torch"]
-        print(
-            f"{size:>6}{1e3 * mine['median_s']:10.2f}{1e3 * its['median_s']:10.2f}{mine['median_s'] / its['median_s']:7.2f}"
-            f"{1e3 * mine['host_cpu_s']:14.2f}{1e3 * its['host_cpu_s']:14.2f}"
-        )
-    for one in figures["projection"]:
-        print(one)
+        for kind, found in kinds.items():
+            low, high = (1e3 * one for one in found["quartiles_s"])
+            ratio = found["median_s"] / kinds["torch"]["median_s"]
+            times = [frame.shown(1e3 * found["median_s"]), f"{low:,.2f} to {high:,.2f}", frame.shown(ratio)]
+            rows.append([f"{size} ranks, {kind}", *times, frame.shown(1e3 * found["host_cpu_s"])])
+    columns = ["", "round, ms", "quartiles", "ratio to torch", "CPU time of the store, ms"]
+    made.tables.append(frame.Table("Time of a round", columns, rows))
+    rows = [
+        [f"{one['ranks']:,} ranks", *(frame.shown(one[what], 0) for what in ("host_ms", "last_ms", "torch_host_ms"))]
+        for one in figures["projection"]
+    ]
+    columns = ["", "store, ms", "last rank, ms", "store with torch's barrier, ms"]
+    made.tables.append(frame.Table("Projection: a processor for each rank, and a network that nobody waits for", columns, rows))
+    totals = [sum(counts.values()) for counts in figures["operations"]["lightning-pgroup"].values()]
+    value = ", ".join(f"{total:.2f}" for total in totals) + f" for {', '.join(figures['operations']['lightning-pgroup'])} ranks"
+    # Whoever is the last to come asks once more for the others; a rank's share of that falls with their number.
+    constant = max(totals) - min(totals) <= 1
+    made.aims.append(
+        frame.Aim("store operations per rank and round", "the same for any number of ranks, within one", value, constant)
+    )
+    sizes = [int(size) for size in figures["rounds"]]
+    if len(sizes) > 1:
+        first, last = (figures["rounds"][str(size)]["lightning-pgroup"]["median_s"] for size in (min(sizes), max(sizes)))
+        value = f"{last / first:.1f} times for {max(sizes) / min(sizes):g} times the ranks"
+        grows = last / first <= max(sizes) / min(sizes)
+        made.aims.append(frame.Aim("time of a round", "grows no faster than the number of ranks", value, grows))
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run and print."""
+    options = frame.parser(__doc__)
+    options.add_argument("--sizes", type=int, nargs="+", default=[2, 8, 32, 128, 512])
+    options.add_argument("--rounds", type=int, default=1000, help="how many rounds two ranks do; more ranks do fewer")
+    options.add_argument("--projected", type=int, nargs="*", default=list(PROJECTED))
+    told = frame.parse(options, arguments, QUICK)
+    figures = run(told.sizes, told.rounds, list(told.projected))
+    frame.publish(make_report(figures, frame.settings(told)), told)
 
 
 if __name__ == "__main__":

@@ -1,51 +1,30 @@
 """How fast a failure of one rank reaches the others, and the next run begins, against plain ``DDPStrategy``.
 
-On each of some world sizes the last rank raises in the middle of a fit, in which the others wait for it. Prints, as medians
+On each of some world sizes the last rank raises in the middle of a fit, in which the others wait for it. Measures, as medians
 over some repetitions, the time from the raise to the exception on the last peer, and to the first step of the next fit. Plain
 DDP has a timeout of its own here, which is all that ends the wait there; it recovers in no run at all::
 
     python benchmarks/failure.py --sizes 2 4 --repeat 5 --timeout 20
 """
 
-import argparse
-import logging
-import multiprocessing
-import os
-import platform
-import socket
-import statistics
+import sys
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import partial
+from typing import Any
 
-import lightning
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from ranks import become_rank, prepare
-from torch.utils.data import DataLoader, TensorDataset
+from ranks import Job, Ranks, be_quiet
+from report import Aim, Report, Spread, Table, parse, parser, publish, settings, shown
+from workload import Perceptron, batches, quiet_trainer
 
-from lightning_pgroup import PGroupDDPStrategy, __version__
-from lightning_pgroup.process_state import process_state
-from lightning_pgroup.team import Invitation
+from lightning_pgroup import PGroupDDPStrategy
 
-
-class Model(LightningModule):
-    """As little as Lightning takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """One step."""
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer."""
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+QUICK = {"sizes": [2], "repeat": 2, "timeout": 2.0}
+OURS, PLAIN = "PGroupDDPStrategy", "DDPStrategy"
+STRATEGIES: dict[str, Callable[..., Strategy]] = {OURS: PGroupDDPStrategy, PLAIN: DDPStrategy}
 
 
 class Fault(Callback):
@@ -65,82 +44,81 @@ class Fault(Callback):
 def fit(strategy: Strategy, size: int, fails: bool) -> tuple[Fault, float, bool]:
     """Fit once; returns the callback, when the fit was over, and whether it raised."""
     fault, failed = Fault(fails), False
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=size,
-        max_epochs=1,
-        callbacks=[fault],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy, size, callbacks=[fault])
     try:
-        trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(size * 8, 4)), batch_size=4))
+        trainer.fit(Perceptron(), batches(count=2))
     except (RuntimeError, ValueError):
         failed = True
     return fault, time.monotonic(), failed
 
 
-def run_rank(
-    rank: int, size: int, make: Callable[[], Strategy], invitation: Invitation, listener: socket.socket, results: Connection
-) -> None:
-    """Be one rank, as Lightning's popen launcher would have started it: one failing fit, and the next."""
-    become_rank(rank, invitation, listener)
-    fit(make(), size, False)
-    fault, over, _ = fit(make(), size, rank == size - 1)
-    again, _, failed = fit(make(), size, False)
-    results.send((fault.raised, over, 0.0 if failed else again.stepped))
-    process_state().end()
-    os._exit(0)
-
-
-def once(size: int, make: Callable[[], Strategy]) -> tuple[float, float | None]:
+def once(size: int, make: Callable[[], Strategy], within: float) -> tuple[float, float | None]:
     """One failure: seconds to the last peer's exception, and to the next fit's first step on the last rank."""
-    invitation, listener = prepare(size)
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    ranks = [
-        context.Process(target=run_rank, args=(rank, size, make, invitation, listener, pipes[rank][1])) for rank in range(size)
-    ]
-    for process in ranks:
-        process.start()
-    listener.close()
-    outcomes = [receive.recv() for receive, _ in pipes]
-    for process in ranks:
-        process.join()
+
+    def serve(rank: int) -> Job:
+        def do() -> tuple[float, float, float | None]:
+            fit(make(), size, False)
+            fault, over, _ = fit(make(), size, rank == size - 1)
+            again, _, failed = fit(make(), size, False)
+            return fault.raised, over, None if failed else again.stepped
+
+        return do
+
+    with Ranks(size, serve) as ranks:
+        outcomes = ranks.do(within=within)
     raised = max(outcome[0] for outcome in outcomes)
-    steps = [outcome[2] for outcome in outcomes]
-    return max(outcome[1] for outcome in outcomes) - raised, None if 0.0 in steps else max(steps) - raised
+    steps = [outcome[2] for outcome in outcomes if outcome[2] is not None]
+    return max(outcome[1] for outcome in outcomes) - raised, max(steps) - raised if len(steps) == size else None
 
 
-def main() -> None:
+def report(found: dict[int, dict[str, list[tuple[float, float | None]]]], told: dict[str, Any]) -> Report:
+    """Compare."""
+    made = Report("failure", f"From the raise on one rank, gloo, a timeout of {told['timeout']:g} s", told)
+    rows = []
+    for size, strategies in found.items():
+        figures: dict[str, Any] = {}
+        for name, runs in strategies.items():
+            steps = [step for _, step in runs if step is not None]
+            peer = Spread.of([one for one, _ in runs], 1e3)
+            step = Spread.of(steps, 1e3) if steps else None
+            figures[name] = {"peer_ms": peer, "step_ms": step, "runs": len(runs), "recovered": len(steps)}
+            shown_step = "never" if step is None else shown(step.median, 0)
+            quartiles = "" if step is None else step.quartiles(0)
+            recovered = f"{len(steps)} of {len(runs)}"
+            rows.append([f"{size} ranks, {name}", shown(peer.median, 0), peer.quartiles(0), shown_step, quartiles, recovered])
+        made.figures[str(size)] = figures
+    columns = ["ranks", "to the last peer, ms", "quartiles", "to the next step, ms", "quartiles", "recovered"]
+    made.tables.append(Table("Failure", columns, rows))
+    ours = [figures[OURS] for figures in made.figures.values()]
+    good, runs = sum(one["recovered"] for one in ours), sum(one["runs"] for one in ours)
+    times = ", ".join(shown(one["peer_ms"].median, 0) for one in ours)
+    what = f"a failure at {', '.join(made.figures)} ranks"
+    value = f"in {good} of {runs}; to the exception on the last peer {times} ms"
+    made.aims.append(Aim(what, "the next fit trains", value, good == runs))
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--repeat", type=int, default=5, help="repetitions for ours (plain DDP runs once per size)")
-    parser.add_argument("--timeout", type=float, default=20.0, help="timeout of the groups, seconds")
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_pgroup"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    torch.set_num_threads(1)
-    print(f"lightning-pgroup {__version__}, torch {torch.__version__}, lightning {lightning.__version__}, ", end="")
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}, gloo")
-    print(f"{'ranks':>5}  {'strategy':18}{'to the last peer':>18}{'to the next step':>18}")
-    timeout = timedelta(seconds=arguments.timeout)
-    for size in arguments.sizes:
-        for name, make, repeat in (
-            ("PGroupDDPStrategy", lambda: PGroupDDPStrategy(timeout=timeout), arguments.repeat),
-            ("DDPStrategy", lambda: DDPStrategy(timeout=timeout), 1),
-        ):
-            runs = [once(size, make) for _ in range(repeat)]
-            peer = f"{1e3 * statistics.median(run[0] for run in runs):.0f} ms"
-            steps = [run[1] for run in runs if run[1] is not None]
-            step = f"{1e3 * statistics.median(steps):.0f} ms" if len(steps) == len(runs) else "never"
-            print(f"{size:5}  {name:18}{peer:>18}{step:>18}", flush=True)
+    options = parser(__doc__)
+    options.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of ranks")
+    options.add_argument("--repeat", type=int, default=5, help="repetitions for ours (plain DDP runs once per size)")
+    options.add_argument("--timeout", type=float, default=20.0, help="timeout of the groups, seconds")
+    told = parse(options, arguments, QUICK)
+    be_quiet()
+    timeout = timedelta(seconds=told.timeout)
+    found = {
+        size: {
+            name: [
+                once(size, partial(strategy, timeout=timeout), 120 + 3 * told.timeout)
+                for _ in range(told.repeat if name == OURS else 1)
+            ]
+            for name, strategy in STRATEGIES.items()
+        }
+        for size in told.sizes
+    }
+    publish(report(found, settings(told)), told)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

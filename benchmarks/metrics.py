@@ -6,31 +6,23 @@ itself takes to compute the same within the stage. Medians over some stages, on 
     python benchmarks/metrics.py --stages 20
 """
 
-import argparse
-import logging
-import multiprocessing
-import os
-import platform
-import socket
-import statistics
 import sys
 import time
-import warnings
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer
-from ranks import become_rank, prepare
+from ranks import Job, Ranks, be_quiet
+from report import Report, Spread, Table, parse, parser, publish, settings, shown
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAUROC
+from workload import RANKS, quiet_trainer
 
-from lightning_pgroup import PGroupDDPStrategy, __version__
-from lightning_pgroup.process_state import process_state
-from lightning_pgroup.team import Invitation
+from lightning_pgroup import PGroupDDPStrategy
 
-RANKS = 2
+QUICK = {"stages": 1, "cases": ["1 metric"]}
 MANY = 16
 CASES = {
     "no metric": (0, 0),
@@ -39,6 +31,8 @@ CASES = {
     f"{2 * MANY} metrics, half with lists": (2 * MANY, 2),
 }
 """How many metrics, and how often they are updated."""
+WAYS = {"keep": ("keep", False), "compute": ("compute", False), "asked in the stage": ("keep", True)}
+"""What the strategy does with metrics, and whether they are computed in the last hook."""
 
 
 class Model(LightningModule):
@@ -76,56 +70,49 @@ class Clock(Callback):
             self.asked = time.perf_counter() - self.start
 
 
-def measure(stages: int, case: tuple[int, int], metrics: str, *, asks: bool = False) -> float:
-    """The median time of one case, in milliseconds."""
-    clock, times = Clock(asks), []
-    strategy = PGroupDDPStrategy(destroy="at_exit", metrics=metrics)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=16)
-    for _ in range(stages + 2):
-        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=RANKS, callbacks=[clock], **quiet)
-        trainer.validate(Model(*case), dataloaders=loader, verbose=False)
-        times.append(clock.asked if asks else time.perf_counter() - clock.start)
-    return 1e3 * statistics.median(times[2:])
+def serve(rank: int) -> Job:
+    """Ranks that run stages with metrics."""
+
+    def measure(stages: int, case: tuple[int, int], metrics: str, asks: bool) -> list[float]:
+        clock, times = Clock(asks), []
+        strategy = PGroupDDPStrategy(destroy="at_exit", metrics=metrics)
+        loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=16)
+        for _ in range(stages + 2):
+            trainer = quiet_trainer(strategy, callbacks=[clock], use_distributed_sampler=True)
+            trainer.validate(Model(*case), dataloaders=loader, verbose=False)
+            times.append(clock.asked if asks else time.perf_counter() - clock.start)
+        return times[2:]
+
+    return measure
 
 
-def run_rank(rank: int, stages: int, invitation: Invitation, listener: socket.socket, results: Connection) -> None:
-    """Be one rank, as Lightning's popen launcher would have started it."""
-    become_rank(rank, invitation, listener)
-    found = {}
-    for name, case in CASES.items():
-        asked = measure(stages, case, "keep", asks=True) if all(case) else None
-        found[name] = (measure(stages, case, "keep"), measure(stages, case, "compute"), asked)
-    if rank == 0:
-        results.send(found)
-    process_state().end()
+def report(found: dict[str, dict[str, list[float]]], told: dict[str, Any]) -> Report:
+    """Compare."""
+    made = Report("metrics", f"From the last hook to the return of a stage, {RANKS} ranks, gloo", told)
+    rows = []
+    for name, ways in found.items():
+        made.figures[name] = {way: Spread.of(times, 1e3) for way, times in ways.items()}
+        spreads = [made.figures[name].get(way) for way in WAYS]
+        rows.append([name, *("-" if spread is None else shown(spread.median) for spread in spreads)])
+    made.tables.append(Table("Median, ms", ["model", *WAYS], rows))
+    return made
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=20)
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    invitation, listener = prepare(RANKS)
-    receive, send = multiprocessing.Pipe(duplex=False)
-    context = multiprocessing.get_context("fork")
-    ranks = [
-        context.Process(target=run_rank, args=(rank, arguments.stages, invitation, listener, send)) for rank in range(RANKS)
-    ]
-    for process in ranks:
-        process.start()
-    found = receive.recv()
-    for process in ranks:
-        process.join()
-
-    print(f"lightning-pgroup {__version__}, torch {torch.__version__}, torchmetrics {torchmetrics.__version__}, ", end="")
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}, {RANKS} ranks, gloo; median ms")
-    print(f"{'model':36}{'keep':>9}{'compute':>9}{'asked in the stage':>20}")
-    for name, (keep, compute, asked) in found.items():
-        print(f"{name:36}{keep:9.2f}{compute:9.2f}{'' if asked is None else f'{asked:.2f}':>20}")
+    options = parser(__doc__)
+    options.add_argument("--stages", type=int, default=20, help="stages of each kind that count")
+    options.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    told = parse(options, arguments, QUICK)
+    be_quiet()
+    found: dict[str, dict[str, list[float]]] = {}
+    with Ranks(RANKS, serve) as ranks:
+        for name in told.cases:
+            found[name] = {}
+            for way, (metrics, asks) in WAYS.items():
+                if not asks or all(CASES[name]):
+                    found[name][way] = ranks.do(told.stages, CASES[name], metrics, asks)[0]
+    publish(report(found, settings(told)), told)
 
 
 if __name__ == "__main__":

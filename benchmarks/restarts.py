@@ -8,8 +8,6 @@ finished, and the median time from a death to the first step after it. From the 
 """
 
 import argparse
-import os
-import platform
 import statistics
 import subprocess
 import tempfile
@@ -17,10 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import lightning
-import torch
-
-from lightning_pgroup import __version__
+from benchmarks.report import one_line
 from tests.ranks import free_port
 from tests.scripts import kill
 from tests.torchrun import MODES, Journal, start_job
@@ -99,8 +94,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(arguments.at_once) as pool:
         results = [(job, result) for job, result in zip(jobs, pool.map(run, jobs), strict=True) if result is not None]
-    print(f"lightning-pgroup {__version__}, torch {torch.__version__}, lightning {lightning.__version__}, ", end="")
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}, gloo, ", end="")
+    print(f"{one_line()}, gloo, ", end="")
     print(f"{arguments.at_once} jobs at once, timeout {arguments.timeout:.0f} s, limit {arguments.limit:.0f} s")
     print(f"{'mode':20}{'strategy':20}{'recovered':>10}{'to the next step':>18}{'counts differ':>15}")
     for mode in arguments.modes:

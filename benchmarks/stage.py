@@ -1,123 +1,177 @@
-"""What the ownership of the group costs per stage, against plain ``DDPStrategy`` in the same run.
+"""What the ownership of the group costs per stage: what ``fit`` and ``test`` of one batch take beyond that batch.
 
-Runs ``validate`` with one batch on two forked CPU ranks, one strategy after the other, and prints the median time of a stage,
-its quartiles, and the ratio to plain DDP, which keeps one group for ever::
+One set of two forked ranks for each policy, and two for plain ``DDPStrategy``, which keeps one group for ever. They take turns
+in small blocks, in an order that changes. One Trainer runs all stages, but where a row says that each stage has a new one::
 
-    python benchmarks/stage.py --stages 100
+    python benchmarks/stage.py --rounds 20
 """
 
-import argparse
-import logging
-import multiprocessing
-import os
-import platform
-import socket
-import statistics
 import sys
 import time
-import warnings
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import lightning
-import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from ranks import become_rank, prepare
-from torch.utils.data import DataLoader
+from ranks import Job, Ranks, be_quiet, in_turn
+from report import Aim, Report, Spread, Table, parse, parser, publish, settings, shown
+from workload import RANKS, Perceptron, batches, quiet_trainer
 
-from lightning_pgroup import PGroupDDPStrategy, __version__
-from lightning_pgroup.process_state import process_state
-from lightning_pgroup.team import Invitation
+from lightning_pgroup import PGroupDDPStrategy
 
-RANKS = 2
+QUICK = {"rounds": 2, "block": 1}
+STAGES = ("fit", "test")
 
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "DDPStrategy": DDPStrategy,
-    "at_exit": lambda: PGroupDDPStrategy(destroy="at_exit"),
-    "per_trainer": lambda: PGroupDDPStrategy(destroy="per_trainer"),
-    "on_teardown": lambda: PGroupDDPStrategy(destroy="on_teardown"),
+
+@dataclass(frozen=True)
+class Way:
+    """A strategy, and whether each stage has a Trainer of its own.
+
+    Attributes:
+        make: Makes the strategy.
+        renews: Whether each stage has a new Trainer; made before its time counts.
+        most: How many milliseconds more than plain it may cost, if there is an aim.
+    """
+
+    make: Callable[[], Strategy]
+    renews: bool = False
+    most: float | None = None
+
+
+PLAIN, AGAIN = "DDPStrategy", "DDPStrategy again"
+WAYS: dict[str, Way] = {
+    PLAIN: Way(DDPStrategy),
+    AGAIN: Way(DDPStrategy),
+    "at_exit": Way(partial(PGroupDDPStrategy, destroy="at_exit"), most=1),
+    "per_trainer": Way(partial(PGroupDDPStrategy, destroy="per_trainer"), most=1),
+    "on_destructor": Way(partial(PGroupDDPStrategy, destroy="on_destructor"), most=1),
+    "on_error": Way(partial(PGroupDDPStrategy, destroy="on_error"), most=1),
+    "never": Way(partial(PGroupDDPStrategy, destroy="never"), most=1),
+    "on_teardown": Way(partial(PGroupDDPStrategy, destroy="on_teardown"), most=10),
+    "per_trainer, each stage a new one": Way(partial(PGroupDDPStrategy, destroy="per_trainer"), renews=True),
 }
 
 
-class Model(LightningModule):
-    """As little as Lightning takes."""
+class BatchClock(Callback):
+    """Times the batch of a stage."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
+        self._start = 0.0
+        self._batches: list[float] = []
 
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        """One batch."""
-        self.layer(batch)
+    def on_train_batch_start(self, *_: Any) -> None:
+        """The batch begins."""
+        self._start = time.perf_counter()
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        """The batch is over."""
+        self._batches.append(time.perf_counter() - self._start)
 
-def measure(rank: int, stages: int) -> dict[str, list[float]]:
-    """Time ``stages`` stages of each strategy, after five that do not count."""
-    times: dict[str, list[float]] = {name: [] for name in STRATEGIES}
-    loader = DataLoader(torch.randn(8, 4), batch_size=4)
-    model = Model()
-    for name, make in STRATEGIES.items():
-        trainer = Trainer(
-            strategy=make(),
-            accelerator="cpu",
-            devices=RANKS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=1,
-        )
-        for _ in range(stages + 5):
-            start = time.perf_counter()
-            trainer.validate(model, dataloaders=loader, verbose=False)
-            times[name].append(time.perf_counter() - start)
-        del times[name][:5]
-        if isinstance(trainer.strategy, PGroupDDPStrategy):
-            trainer.strategy.close()
-        else:
-            dist.destroy_process_group()
-    return times
+    def take(self) -> float:
+        """How long the batch took. There must have been one, and no more."""
+        (batch,) = self._batches
+        self._batches.clear()
+        return batch
+
+    on_test_batch_start, on_test_batch_end = on_train_batch_start, on_train_batch_end
 
 
-def run_rank(rank: int, stages: int, invitation: Invitation, listener: socket.socket, results: Connection) -> None:
-    """Be one rank, as Lightning's popen launcher would have started it."""
-    become_rank(rank, invitation, listener)
-    times = measure(rank, stages)
-    if rank == 0:
-        results.send(times)
-    process_state().end()
+def serve(way: Way) -> Callable[[int], Job]:
+    """Ranks that run stages of one strategy."""
+
+    def begin(rank: int) -> Job:
+        clock, model, loader = BatchClock(), Perceptron(), batches()
+
+        def new_trainer() -> Trainer:
+            return quiet_trainer(way.make(), callbacks=[clock], max_epochs=0)
+
+        trainer = new_trainer()
+
+        def run(stage: str, count: int) -> list[float]:
+            nonlocal trainer
+            times = []
+            for _ in range(count):
+                if way.renews:
+                    trainer = new_trainer()
+                if stage == "fit":
+                    trainer.fit_loop.max_epochs = trainer.current_epoch + 1
+                start = time.perf_counter()
+                if stage == "fit":
+                    trainer.fit(model, loader)
+                else:
+                    trainer.test(model, loader, verbose=False)
+                times.append(time.perf_counter() - start - clock.take())
+            return times
+
+        return run
+
+    return begin
 
 
-def main() -> None:
+def measure(rounds: int, block: int) -> dict[str, dict[str, list[list[float]]]]:
+    """Times beyond the batch on rank 0, in seconds: by stage and way, a list for each turn."""
+    found: dict[str, dict[str, list[list[float]]]] = {stage: {name: [] for name in WAYS} for stage in STAGES}
+    names = list(WAYS)
+    with ExitStack() as stack:
+        teams = {name: stack.enter_context(Ranks(RANKS, serve(way))) for name, way in WAYS.items()}
+        for stage in STAGES:
+            for team in teams.values():
+                team.do(stage, max(2, block))
+            for order in in_turn(len(names), rounds):
+                for index in order:
+                    found[stage][names[index]].append(teams[names[index]].do(stage, block)[0])
+    return found
+
+
+def report(found: dict[str, dict[str, list[list[float]]]], told: dict[str, Any]) -> Report:
+    """Compare."""
+    made = Report("stage", f"What a stage takes beyond its batch, {RANKS} ranks, gloo", told)
+    for stage, ways in found.items():
+        rows, figures = [], {}
+        plain = ways[PLAIN]
+        for name, turns in ways.items():
+            spread = Spread.of([value for turn in turns for value in turn], 1e3)
+            # Turn against turn of the same round, so that what the machine did in that round is in both.
+            pairs = [(Spread.of(mine).median, Spread.of(other).median) for mine, other in zip(turns, plain, strict=True)]
+            more = Spread.of([mine - other for mine, other in pairs], 1e3)
+            ratio = Spread.of([mine / other for mine, other in pairs])
+            figures[name] = {"ms": spread, "more_ms": more, "ratio": ratio}
+            rows.append(
+                [name, shown(spread.median), spread.quartiles(), shown(more.median), more.quartiles(), shown(ratio.median)]
+            )
+        made.figures[stage] = figures
+        columns = ["policy", "median", "quartiles", "more", "quartiles", "ratio"]
+        made.tables.append(Table(f"{stage} of one batch, ms", columns, rows))
+        made.aims += _aims(stage, figures)
+    made.notes.append("More: median of the differences to the turn of DDPStrategy in the same round.")
+    return made
+
+
+def _aims(stage: str, figures: dict[str, Any]) -> list[Aim]:
+    """For each aim the policy that costs the most."""
+    aims = []
+    for limit in sorted({way.most for way in WAYS.values() if way.most is not None}):
+        names = [name for name, way in WAYS.items() if way.most == limit]
+        worst = max(names, key=lambda name: figures[name]["more_ms"].median)
+        more = figures[worst]["more_ms"]
+        noise = figures[AGAIN]["more_ms"]
+        value = f"{more.median:.2f} ms ({more.quartiles()}), `{worst}`; a second DDPStrategy: {noise.median:.2f} ms"
+        what = f"`{stage}` of one batch, {', '.join(f'`{name}`' for name in names)}"
+        aims.append(Aim(what, f"at most {limit:g} ms more than DDPStrategy", value, more.median <= limit))
+    return aims
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=100)
-    arguments = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    invitation, listener = prepare(RANKS)
-    receive, send = multiprocessing.Pipe(duplex=False)
-    context = multiprocessing.get_context("fork")
-    ranks = [
-        context.Process(target=run_rank, args=(rank, arguments.stages, invitation, listener, send)) for rank in range(RANKS)
-    ]
-    for process in ranks:
-        process.start()
-    times = receive.recv()
-    for process in ranks:
-        process.join()
-
-    print(f"lightning-pgroup {__version__}, torch {torch.__version__}, lightning {lightning.__version__}, ", end="")
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}, {RANKS} ranks, gloo")
-    print(f"{'strategy':14}{'median ms':>11}{'quartiles ms':>18}{'ratio':>8}{'more ms':>10}")
-    plain = statistics.median(times["DDPStrategy"])
-    for name, values in times.items():
-        low, median, high = (1e3 * value for value in statistics.quantiles(values, n=4))
-        quartiles = f"{low:.1f} to {high:.1f}"
-        print(f"{name:14}{median:11.2f}{quartiles:>18}{median / plain / 1e3:8.2f}{median - plain * 1e3:10.2f}")
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=20, help="turns of each strategy, for fit and for test")
+    options.add_argument("--block", type=int, default=5, help="stages of a turn")
+    told = parse(options, arguments, QUICK)
+    be_quiet()
+    publish(report(measure(told.rounds, told.block), settings(told)), told)
 
 
 if __name__ == "__main__":
