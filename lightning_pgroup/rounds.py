@@ -33,6 +33,7 @@ from lightning_pgroup.errors import GarbledStoreError, RanksDisagreeError, Rende
 from lightning_pgroup.exceptions import describe
 from lightning_pgroup.introduction import Introduction, Said
 from lightning_pgroup.key_waiter import KeyWaiter
+from lightning_pgroup.store import value_of
 
 _LIVENESS_PERIOD = 0.5
 _GRACE = timedelta(seconds=5)
@@ -187,7 +188,7 @@ class Rounds:
                     outcomes.append(self._close(number, key, answer))
                 else:
                     self._wait(key, deadline)
-                    outcomes.append(self._read(key, self._value_of(key)))
+                    outcomes.append(self._read(key, value_of(self._store, key)))
             except BaseException as error:
                 problems.append(error)
             finally:
@@ -228,7 +229,7 @@ class Rounds:
         values = self._store.multi_get(keys) if at_once else [self._store.get(one) for one in keys]
         spoken = [payload.read(value, one, Said) for one, value in zip(keys, values, strict=True)]
         if any(one["round"] != number or one["left"] for one in spoken):
-            outcome = self._read(key, self._value_of(key))  # whoever has moved on has given up this round before
+            outcome = self._read(key, value_of(self._store, key))  # whoever has moved on has given up this round before
         else:
             texts = [one["said"] for one in spoken]
             said: dict[str, dict[str, Any]] = {}
@@ -242,11 +243,6 @@ class Rounds:
 
     def _publish(self, key: str, outcome: Outcome) -> Outcome:
         return self._read(key, self._store.compare_set(key, "", json.dumps(outcome)))
-
-    def _value_of(self, key: str) -> bytes:
-        """The value of a key that is there. One message to the store, of which ``get`` needs two, since it waits first."""
-        value: bytes = self._store.compare_set(key, "", "")
-        return value
 
     def _read(self, key: str, value: bytes) -> Outcome:
         outcome = payload.read(value, key, Outcome)

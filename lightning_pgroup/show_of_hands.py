@@ -24,6 +24,7 @@ from lightning_pgroup import payload
 from lightning_pgroup.errors import PGroupError, RendezvousTimeoutError
 from lightning_pgroup.exceptions import describe
 from lightning_pgroup.key_waiter import KeyWaiter
+from lightning_pgroup.store import value_of
 
 _PREFIX = "hands"
 _WORK = 1 << 32
@@ -53,7 +54,7 @@ class ShowOfHands:
         self._rank = rank
         self._size = size
         self._waiter = waiter
-        self._passed: list[int] = []
+        self._passed: dict[int, bool] = {}  # and whether this rank has raised its hand there
 
     def raise_hand(self, number: int, has_work: bool, timeout: timedelta, check: Callable[[], None]) -> str:
         """Say that this rank is ready. Collective among the ranks that are; waits at most ``timeout`` for the others.
@@ -71,6 +72,7 @@ class ShowOfHands:
             Exception: The store is gone, or has a value that no rank wrote.
         """
         self._delete_passed(number)
+        self._passed[number] = True
         key = f"{_PREFIX}/{number}/outcome"
         self._store.set(f"{_PREFIX}/{number}/raised/{self._rank}", "1")
         raised = self._store.add(f"{_PREFIX}/{number}/raised", 1 + _WORK * has_work)
@@ -84,7 +86,7 @@ class ShowOfHands:
                 late=lambda waited: self._late(number, waited, timeout),
                 last_words=lambda error: json.dumps({"without": self._rank, "why": f"gave up: {describe(error)}"}).encode(),
             )
-        return self._text(key, self._store.get(key))
+        return self._text(key, value_of(self._store, key))
 
     def keep_down(self, number: int, why: str) -> None:
         """Say that this rank is not ready. At most four operations on the store, never waits for other ranks."""
@@ -112,10 +114,10 @@ class ShowOfHands:
 
     def _delete_passed(self, number: int) -> None:
         """Delete the keys of earlier stages. All ranks have left those, since they have come to the round of this one."""
-        for passed in self._passed:
-            if passed != number:
+        for passed, raised in self._passed.items():
+            if passed != number and raised:
                 self._store.delete_key(f"{_PREFIX}/{passed}/raised/{self._rank}")
-                if self._rank == 0:
-                    self._store.delete_key(f"{_PREFIX}/{passed}/raised")
-                    self._store.delete_key(f"{_PREFIX}/{passed}/outcome")
-        self._passed = [number]
+            if passed != number and self._rank == 0:
+                self._store.delete_key(f"{_PREFIX}/{passed}/raised")
+                self._store.delete_key(f"{_PREFIX}/{passed}/outcome")
+        self._passed = {number: self._passed.get(number, False)}

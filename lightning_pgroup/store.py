@@ -55,6 +55,12 @@ def listen(host: str, port: int = 0) -> socket.socket:
     return listener
 
 
+def value_of(store: Store, key: str) -> bytes:
+    """The value of a key that is there. One message to the store, of which ``get`` needs two, since it waits first."""
+    value: bytes = store.compare_set(key, "", "")
+    return value
+
+
 def host_store(listener: socket.socket, timeout: timedelta, *, shared: bool = False) -> TCPStore:
     """Host a store on a listening socket, which the store owns from then on. Does not wait for anybody.
 

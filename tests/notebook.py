@@ -32,7 +32,9 @@ NAMES = (
 def run_cells(cells: list[dict[str, Any]], folder: Path, timeout: float = 110) -> tuple[list[list[dict[str, Any]]], Run]:
     """Run cells (see :mod:`tests.kernel`) in one kernel; returns the outputs of each. No process may be left behind."""
     (folder / "cells.json").write_text(json.dumps(cells))
-    done = finish(start_command([sys.executable, "-m", "tests.kernel", "cells.json", "done.json"], folder), timeout)
+    command = [sys.executable, "-m", "tests.kernel", "cells.json", "done.json"]
+    # Lightning finds out when it is imported whether it is in a notebook, so not in a process that has it already.
+    done = finish(start_command(command, folder, cold=True), timeout)
     assert done.code == 0, f"{done.out}\n{done.err}"
     return json.loads((folder / "done.json").read_text()), done
 
