@@ -26,7 +26,7 @@ from lightning_pgroup.policy import (
 from tests.scripts import ROOT
 from tests.test_policy import COMBINATIONS
 
-PAGE = (ROOT / "docs" / "testing.md").read_text()
+PAGE = (ROOT / "docs" / "policies.md").read_text()
 
 
 def table(lines):
