@@ -59,6 +59,7 @@ def loaders(batch_size: int) -> tuple[DataLoader, DataLoader]:
 def main(config: DictConfig) -> float:
     """Run one job, on each rank; a sweep reads the accuracy that it returns."""
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*DistributedSampler.*")
     warnings.filterwarnings("ignore", ".*LeafSpec.*")
     seed_everything(config.seed, verbose=False)
     trainer = instantiate(config.trainer)
