@@ -105,11 +105,13 @@ def among_two(rank):
     told = dist.PrefixStore("told", dist.distributed_c10d._get_default_store())
     if rank == 1:
         told.wait(["late"])
+        told.set("heard", "1")
         last = [said_by(dist.monitored_barrier, timeout=timedelta(seconds=1))]
     else:
         last = [said_by(dist.monitored_barrier, timeout=timedelta(seconds=0.1))]
         last += [said_by(dist.all_reduce, torch.zeros(1))]
         told.set("late", "1")
+        told.wait(["heard"])  # this rank hosts the store, which ends with it
     dist.destroy_process_group()
     return last
 
