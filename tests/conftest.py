@@ -20,7 +20,7 @@ with contextlib.suppress(ImportError):
     import tensorboardX.event_file_writer  # noqa: F401  (sets a variable of the environment when it is first imported)
 
 from lightning_pgroup import PGroupDDPStrategy, process_group  # noqa: F401  (imported here, so that forked ranks are warm)
-from lightning_pgroup.store import LOOPBACK, host_store, listen
+from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, host_store, listen
 from tests import warm
 from tests.ranks import open_descriptors
 
@@ -81,3 +81,18 @@ def _settles(condition):
     while not condition() and time.monotonic() < until:
         pause.wait(0.02)
     return condition()
+
+
+@pytest.fixture(params=["hash", "tcp", "file"])
+def stores(request, tmp_path):
+    """A function that gives each rank its own client of one store."""
+    bound = timedelta(seconds=20)
+    if request.param == "hash":
+        shared = dist.HashStore()
+        yield lambda: shared
+    elif request.param == "file":
+        yield lambda: dist.FileStore(str(tmp_path / "store"), -1)
+    else:
+        hosts = [host_store(listen(LOOPBACK), bound)]
+        yield lambda: dist.PrefixStore("run", connect_store(Endpoint(LOOPBACK, hosts[0].port), bound))
+        hosts.clear()  # pytest holds the function, and would hold the store, until after the check for leaks

@@ -7,13 +7,12 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 
 import pytest
-from torch.distributed import FileStore, HashStore, PrefixStore
+from torch.distributed import HashStore
 
 from lightning_pgroup.errors import PGroupError, RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
 from lightning_pgroup.first_contact import meet, successor
 from lightning_pgroup.greetings import Contact, Hello
 from lightning_pgroup.key_waiter import KeyWaiter
-from lightning_pgroup.store import LOOPBACK, Endpoint, connect_store, host_store, listen
 from lightning_pgroup.team import join_launched
 
 SHORT = timedelta(seconds=1)
@@ -40,20 +39,6 @@ def contact(stores, size, *, change=None, timeout=LONG, absent=()):
         thread.join(30)
         assert not thread.is_alive()
     return [found.get(rank) for rank in range(size)]
-
-
-@pytest.fixture(params=["hash", "tcp", "file"])
-def stores(request, tmp_path):
-    """A function that gives each rank its own store client."""
-    if request.param == "hash":
-        shared = HashStore()
-        yield lambda: shared
-    elif request.param == "file":
-        yield lambda: FileStore(str(tmp_path / "store"), -1)
-    else:
-        hosts = [host_store(listen(LOOPBACK), LONG)]
-        yield lambda: PrefixStore("run", connect_store(Endpoint(LOOPBACK, hosts[0].port), LONG))
-        hosts.clear()  # pytest holds the function, and would hold the store, until after the check for leaks
 
 
 @pytest.mark.parametrize("size", [2, 8])
@@ -179,33 +164,39 @@ def test_a_rank_that_does_not_fit_and_is_dead_harms_nobody(stores):
     assert all(isinstance(one, Contact) for one in contact(stores, 2))
 
 
+class Confirming:
+    """The store as a rank sees it, of which each confirmation, or question how many there are, also calls a function."""
+
+    def __init__(self, inner, act):
+        self.inner, self.act = inner, act
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def add(self, key, amount):
+        count = self.inner.add(key, amount)
+        if key.endswith("/confirmed"):
+            self.act(count)
+        return count
+
+
 def test_a_rank_that_confirms_dies_and_is_started_again_counts_once(stores):
     """Else rank 0 would go on without the rank that has not confirmed yet."""
     first = threading.Event()
     found = {}
 
-    class Dying:
-        """The store as the rank sees it that dies once it has confirmed."""
-
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-        def add(self, key, amount):
-            count = self.inner.add(key, amount)
-            if key.endswith("/confirmed") and amount:
-                first.set()
-                raise SystemExit
-            return count
+    def die(count):
+        first.set()
+        raise SystemExit
 
     def run(name, rank, wrap=lambda store: store):
         store = stores()
         with contextlib.suppress(SystemExit):
             found[name] = meet(wrap(store), KeyWaiter(store), Hello.of(rank, 3, 0), LONG, "here")
 
-    threads = [threading.Thread(target=run, args=args) for args in (("zero", 0), ("dying", 1, Dying))]
+    threads = [
+        threading.Thread(target=run, args=args) for args in (("zero", 0), ("dying", 1, lambda store: Confirming(store, die)))
+    ]
     for thread in threads:
         thread.start()
     assert first.wait(20)
@@ -235,23 +226,12 @@ def test_rank_0_that_gives_up_frees_the_others():
     thread = threading.Thread(target=guest)
     thread.start()
 
-    class Counting:
-        """The store as rank 0 sees it; asking for the second time how many have confirmed is what interrupts it."""
-
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-        def add(self, key, amount):
-            count = self.inner.add(key, amount)
-            if key.endswith("/confirmed") and count:
-                raise KeyboardInterrupt("now")
-            return count
+    def interrupt(count):
+        if count:
+            raise KeyboardInterrupt("now")
 
     with pytest.raises(KeyboardInterrupt):
-        meet(Counting(store), KeyWaiter(store), Hello.of(0, 3, 0), LONG, "here")
+        meet(Confirming(store, interrupt), KeyWaiter(store), Hello.of(0, 3, 0), LONG, "here")
     thread.join(10)
     assert not thread.is_alive()
     assert "KeyboardInterrupt: now" in str(found[1])

@@ -106,9 +106,9 @@ def test_a_text_on_the_command_line_of_a_rank_comes_out_as_it_was(text):
 @pytest.mark.parametrize(
     ("path", "search", "want"),
     [
-        ("/work/train.py", ["/work"], ["/work/train.py"]),
-        ("/work/jobs/deep/train.py", ["/work", "/work/jobs", "/lib"], ["-m", "deep.train"]),
-        ("/work/train.py", ["/lib"], ["/work/train.py"]),
+        ("/home/me/project/train.py", ["/home/me/project"], ["/home/me/project/train.py"]),
+        ("/home/me/project/jobs/deep/train.py", ["/home/me/project", "/home/me/project/jobs", "/lib"], ["-m", "deep.train"]),
+        ("/home/me/project/train.py", ["/lib"], ["/home/me/project/train.py"]),
     ],
 )
 def test_the_script_in_a_worker_process_that_has_another_main_module(path, search, want, monkeypatch):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import FileStore, HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 from lightning_pgroup.errors import RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
 from lightning_pgroup.rounds import Rounds
@@ -26,20 +26,6 @@ def everything(said):
 
 def never_asked(said):
     pytest.fail("a round that was given up must not be answered")
-
-
-@pytest.fixture(params=["hash", "tcp", "file"])
-def stores(request, tmp_path):
-    """A function that gives each rank its own store client."""
-    if request.param == "hash":
-        shared = HashStore()
-        yield lambda: shared
-    elif request.param == "file":
-        yield lambda: FileStore(str(tmp_path / "store"), -1)
-    else:
-        hosts = [host_store(listen(LOOPBACK), LONG)]
-        yield lambda: connect_store(Endpoint(LOOPBACK, hosts[0].port), LONG)
-        hosts.clear()  # pytest holds the function, and would hold the store, until after the check for leaks
 
 
 def in_threads(count, function):
