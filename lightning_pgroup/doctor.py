@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from datetime import timedelta
 
 from lightning_pgroup import doctor_environment, doctor_network
-from lightning_pgroup.doctor_checks import run_checks
+from lightning_pgroup.doctor_checks import not_started, run_checks
 from lightning_pgroup.doctor_ranks import Ranks
 from lightning_pgroup.doctor_report import Finding, exit_code, progress, report, to_json
 from lightning_pgroup.doctor_versions import check_versions
@@ -99,7 +99,12 @@ def _checks(nproc: int, backend: str, timeout: float) -> Generator[Finding, None
     environ.setdefault("OMP_NUM_THREADS", "1")
     # To import torch, and to let it go, is work, which ranks that share a processor do one after the other.
     long_timeout = max(timeout, _TIMEOUT) * max(1.0, nproc / _processors())
-    with Ranks(nproc, backend, environ, _PATIENCE * timeout) as ranks:
+    with contextlib.ExitStack() as stack:
+        try:
+            ranks = stack.enter_context(Ranks(nproc, backend, environ, _PATIENCE * timeout))
+        except OSError as error:
+            yield from not_started(error)
+            return
         yield from run_checks(ranks, nproc, backend, timeout, long_timeout)
 
 

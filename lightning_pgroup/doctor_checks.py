@@ -32,6 +32,7 @@ _ADVICE = {
     EXIT: "What a library does at the exit of the interpreter stands in the way; what it has printed says which one.",
 }
 _KILLED = "If nobody has killed it, the system did, for lack of memory: look at `dmesg`, and try fewer ranks."
+_LIMITS = "This shell or container allows too little: look at `ulimit -n` (open files), `ulimit -u` (processes) and its memory."
 _SHOWN = 400
 
 
@@ -52,9 +53,20 @@ def run_checks(ranks: Ranks, size: int, backend: str, timeout: float, long_timeo
         done.append(finding.check)
         yield finding
         if not goes_on:
-            for name in ALL[len(done) :]:
-                yield Finding(name, Result.SKIPPED, f"after what happened in {finding.check!r}")
+            yield from _skipped(ALL[len(done) :], after=finding.check)
             return
+
+
+def not_started(error: OSError) -> Iterator[Finding]:
+    """What is to be said when the system does not even start the ranks: the first check has failed, all others are skipped."""
+    first, *others = ALL
+    yield Finding(first, Result.FAILED, f"a process can not be started ({error.strerror or error})", (_LIMITS,))
+    yield from _skipped(others, after=first)
+
+
+def _skipped(names: Sequence[str], *, after: str) -> Iterator[Finding]:
+    for name in names:
+        yield Finding(name, Result.SKIPPED, f"after what happened in {after!r}")
 
 
 def _run(ranks: Ranks, size: int, backend: str, timeout: float, long_timeout: float) -> Iterator[tuple[Finding, bool]]:

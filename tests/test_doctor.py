@@ -504,6 +504,20 @@ def test_a_rank_that_does_not_start(monkeypatch):
     assert {one.result for one in others} == {Result.SKIPPED}
 
 
+def test_a_system_that_starts_no_process(tmp_path):
+    """With room for the doctor's own files, and not for a pipe to a rank."""
+    limited = ["sh", "-c", 'ulimit -n 9 && exec "$@"', "sh"]
+    done = finish(start_command([*limited, *DOCTOR, "--nproc", "1", "--json"], tmp_path, cold=True), timeout=30)
+    assert (done.code, done.err) == (1, "")
+    found = {one["check"]: one for one in json.loads(done.out)["checks"]}
+    assert (found["start"]["result"], found["start"]["found"]) == (
+        "failed",
+        "a process can not be started (Too many open files)",
+    )
+    assert "`ulimit -n`" in found["start"]["advice"][0]
+    assert {found[name]["result"] for name in doctor_checks.ALL[1:]} == {"skipped"}
+
+
 @pytest.mark.parametrize(
     ("backend", "said", "found"),
     [
