@@ -4,6 +4,8 @@ A Trainer fills the gaps of its strategy with an accelerator and a precision plu
 user's own: it refuses its own ``accelerator``, and silently ignores its own ``precision``.
 """
 
+from abc import abstractmethod
+
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -15,13 +17,12 @@ class LentParts(DDPStrategy):
 
     _lent_accelerator: Accelerator | None = None
     _lent_precision: Precision | None = None
-    _own_devices = False
     _is_built = False
 
     @property
+    @abstractmethod
     def has_own_devices(self) -> bool:
         """Whether the user gave the devices to the strategy itself, so that those of a Trainer do not count."""
-        return self._own_devices
 
     @property
     @override

@@ -156,6 +156,11 @@ class PGroupDDPStrategy(StrategyCollectives, GroupNames, LentParts):
         self._is_built = True
 
     @property
+    @override
+    def has_own_devices(self) -> bool:
+        return self._own_devices
+
+    @property
     def generation(self) -> int | None:
         """Number of the living generation that this process owns; ``None`` without one, or for a group of other code."""
         state = existing_process_state()

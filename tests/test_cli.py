@@ -148,6 +148,14 @@ def test_devices_by_name():
     assert cli.trainer.strategy.parallel_devices == [torch.device("cpu")] * 2, err
 
 
+def test_the_help_lists_the_strategy_and_no_part_of_it_and_its_name_alone_is_enough():
+    text = build("--help")[1]
+    known = re.search(r"--trainer\.strategy STRATEGY\n(.*?)\n  --", text, re.DOTALL)[1].split()
+    assert [name.strip(",)") for name in known if "lightning_pgroup" in name] == ["lightning_pgroup.PGroupDDPStrategy"]
+    cli, _, err = build("--trainer.strategy=PGroupDDPStrategy", "--trainer.strategy.init_method=file:///tmp/x")
+    assert cli.trainer.strategy._config.init_method == "file:///tmp/x", err
+
+
 def test_policies_one_after_the_other_on_the_command_line():
     add = "--trainer.strategy.destroy+="
     cli, _, err = build("--trainer.accelerator=cpu", STRATEGY, f"{add}on_teardown", f"{add}on_error")
