@@ -7,12 +7,14 @@ import os
 import pickle
 import re
 import resource
+import sys
 import threading
 import time
 from dataclasses import fields, replace
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from lightning_pgroup import LifecycleEvent, PGroupDDPStrategy, record_file, stage_call
 from lightning_pgroup.record_file import BLOCK, append, read_records
@@ -104,6 +106,28 @@ def test_a_file_gets_the_lines_of_all_ranks_and_each_event_once(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     seen = sorted((one["rank"], one["what"], one["trainer"]) for one in lines)
     assert seen == sorted((rank, *each) for rank in range(2) for each in (("created", 1), ("reused", 2), ("destroyed", 2)))
+
+
+def test_a_group_that_other_code_has_ended_and_one_that_it_has_made(tmp_path):
+    def job(rank):
+        strategy = PGroupDDPStrategy(destroy="at_exit", record=tmp_path)
+        hook = sys.excepthook
+        fit(strategy)
+        dist.destroy_process_group()
+        fit(strategy)
+        strategy.destroy_process_group()
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        fit(strategy)
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+    run_ranks(job)
+    records = read_records(tmp_path)
+    for rank in range(2):
+        told = [(one["what"], one["generation"], one["run"] == "") for one in records if one["rank"] == rank]
+        assert told == [
+            ("created", 1, False), ("lost", 1, False), ("created", 2, False), ("destroyed", 2, False), ("adopted", 0, True),
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["records", "records.jsonl"])
