@@ -25,25 +25,26 @@ class GlooWorkers:
     def __init__(self, groups: Iterable[ProcessGroup]) -> None:
         counts = [c10d.gloo_workers(group) for group in groups]
         self._threads = _workers_of_this_process()
-        self._leaving = sum(count for count in counts if count is not None)
-        # Other groups may have any number of threads, and of these nothing is known.
-        self._known = None not in counts and 0 < self._leaving <= len(self._threads)
+        # No thread tells whose it is. If there are more than these groups have, whoever leaves may belong to another group: one
+        # that ended before and is held by somebody, or the second one in each that `TORCH_DISTRIBUTED_DEBUG=DETAIL` makes.
+        self._known = None not in counts and 0 < sum(count or 0 for count in counts) == len(self._threads)
 
     def have_left(self) -> bool:
         """Whether all of them are gone, so that nothing is pending in the groups. ``False`` also where that can not be told."""
-        return self._known and len(self._threads - _workers_of_this_process()) >= self._leaving
+        # Looked at without a descriptor, of which none may be free.
+        return self._known and not any(os.path.exists(f"{_TASKS}/{thread}") for thread in self._threads)
 
 
-def _workers_of_this_process() -> frozenset[int]:
+def _workers_of_this_process() -> tuple[str, ...]:
     try:
-        return frozenset(int(task) for task in os.listdir(_TASKS) if _name_of(task) == _NAME)
+        return tuple(task for task in os.listdir(_TASKS) if _name_of(task) == _NAME)
     except OSError:
-        return frozenset()
+        return ()
 
 
 def _name_of(task: str) -> bytes:
     try:
         with open(f"{_TASKS}/{task}/comm", "rb", buffering=0) as file:
             return file.read(32).strip()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # it has ended meanwhile, or there are no more descriptors
         return b""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_pgroup import PGroupDDPStrategy, gloo_workers
+from lightning_pgroup import PGroupDDPStrategy, destroy_process_group, gloo_workers
 from lightning_pgroup.bounded import Call
 from lightning_pgroup.process_state import process_state
 from lightning_pgroup.release import MOST, Releases
@@ -157,6 +157,39 @@ def test_work_that_is_pending_at_a_destroy_still_comes_to_its_end():
             dist.all_reduce(tensor, async_op=True)
             strategy.destroy_process_group()
             assert not any(asked[:4])
+        else:
+            assert waits.wait(20)
+            dist.all_reduce(tensor)
+        strategy.destroy_process_group()
+        return tensor.item(), whats(strategy)[-1]
+
+    assert run_ranks(job) == [(2.0, ("", "destroyed", 1))] * 2
+
+
+def test_threads_of_a_group_that_ended_before_are_not_taken_for_those_of_the_one_that_ends():
+    """Somebody drops a sub-group that he has held, while the end of the default group waits for what is pending in that."""
+    waits = multiprocessing.get_context("fork").Event()
+
+    def job(rank):
+        strategy = PGroupDDPStrategy(destroy="at_exit", timeout=20)
+        make_trainer(strategy).test(TinyModel(), datamodule=TinyData(), verbose=False)
+        held = [dist.new_group([0, 1])]
+        destroy_process_group(held[0])
+        tensor = torch.ones(1)
+        if rank == 0:
+            have_left, asked = gloo_workers.GlooWorkers.have_left, []
+
+            def drop(self):
+                held.clear()
+                asked.append(have_left(self))
+                if len(asked) == 5:
+                    waits.set()
+                return asked[-1]
+
+            gloo_workers.GlooWorkers.have_left = drop
+            dist.all_reduce(tensor, async_op=True)
+            strategy.destroy_process_group()
+            waits.set()
         else:
             assert waits.wait(20)
             dist.all_reduce(tensor)
