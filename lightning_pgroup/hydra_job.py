@@ -68,10 +68,12 @@ def _config() -> Any:
 def _script(start: str) -> list[str]:
     """The arguments for Python that run the user's script, in a worker process of joblib too."""
     path = os.path.abspath(os.path.join(start, sys.argv[0]))
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
     if spec is not None and spec.origin == path:
         return ["-m", spec.name]
-    if os.path.dirname(path) in sys.path:
+    # The folder of a script that is a symbolic link is not in the search path, but that of the file it points to.
+    if os.path.abspath(getattr(main, "__file__", None) or "") == path or os.path.dirname(path) in sys.path:
         return [path]
     # A worker has the command line of the process that has started it, and its search path: `python -m` leaves out the folder
     # of the script, and `sys.argv` does not tell.
