@@ -108,7 +108,7 @@ class OwnedGroup:
                 problem = ""
                 transport.cut(backends, used)
                 graveyard.leave_connections(backends, tuple(one for one in addresses if one not in used))
-            else:
+            elif time.monotonic() >= deadline:
                 problem = f"the orderly shutdown did not end within `destroy_timeout` of {timeout.total_seconds():g} s"
         except Exception as error:
             problem = f"the backend's shutdown raised {type(error).__name__}: {error}"

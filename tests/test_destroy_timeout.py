@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import os
+import signal
 import time
 
 import pytest
@@ -105,6 +107,23 @@ def test_a_hanging_shutdown_is_given_up(path, deaf, monkeypatch):
     assert any("aborted" in warning and "destroy_timeout" in warning for warning in warnings)
     assert alive is (path is next_trainer)
     assert still is alive
+
+
+def test_a_shutdown_that_an_interrupt_has_cut_short_is_not_said_to_have_taken_too_long(monkeypatch):
+    def job(rank):
+        register_stubborn_backend()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        hang = StubbornGroup.shutdown
+        monkeypatch.setattr(StubbornGroup, "shutdown", lambda group: (os.kill(os.getpid(), signal.SIGINT), hang(group)))
+        strategy = PGroupDDPStrategy(destroy="at_exit", destroy_timeout=30, process_group_backend=NAME)
+        fit(strategy)
+        with pytest.raises(KeyboardInterrupt):
+            strategy.destroy_process_group()
+        return strategy.events[-1].what, strategy.events[-1].why
+
+    assert run_ranks(job, size=1, check_leaks=False) == [
+        ("aborted", "destroy_process_group() was called; it was interrupted"),
+    ]
 
 
 def test_work_that_is_still_pending_does_not_hold_up_a_destroy():
