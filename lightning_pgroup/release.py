@@ -4,6 +4,7 @@ The destructor of a group first waits for the work that is still pending in it. 
 wakes up every 10 ms: about 20 ms in all (F17 of the design). Whoever ends a group waits for the first and not for the second.
 """
 
+import contextlib
 import time
 from datetime import timedelta
 
@@ -31,7 +32,9 @@ class Releases:
         Returns:
             The call on whose thread that happens; ``None`` if there was none.
         """
-        self._running = [one for one in self._running if not one.done]
+        for one in tuple(self._running):
+            if one.done:
+                self._forget(one)
         if not groups:
             return None
         call = Call(groups.clear)
@@ -58,9 +61,16 @@ class Releases:
         return call is None or call.wait_for_end(time_left(deadline), impatient=True, enough=workers.have_left)
 
     def finish(self, timeout: timedelta) -> None:
-        """Wait, at most ``timeout``, for the destructors: the interpreter must not end, or fork, in the middle of one."""
+        """Wait, at most ``timeout``, for the destructors: the interpreter must not end, or fork, in the middle of one.
+
+        On any thread, also while another one waits for them; those that take longer are not waited for again.
+        """
         deadline = time.monotonic() + timeout.total_seconds()
-        while self._running:
-            call = self._running.pop()
+        for call in tuple(self._running):
             if call.wait_for_end(time_left(deadline)):
                 call.finish()
+            self._forget(call)
+
+    def _forget(self, call: Call) -> None:
+        with contextlib.suppress(ValueError):  # another thread was faster
+            self._running.remove(call)

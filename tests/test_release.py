@@ -74,6 +74,22 @@ def test_no_more_than_a_few_destructors_run_at_once():
     releases.finish(LONG)
 
 
+def test_each_thread_that_forks_or_exits_waits_also_while_another_one_does(monkeypatch):
+    releases, slow, waiting = Releases(), Slow(), threading.Semaphore(0)
+    wait_for_end = Call.wait_for_end
+    monkeypatch.setattr(Call, "wait_for_end", lambda *args, **kwargs: (waiting.release(), wait_for_end(*args, **kwargs))[1])
+    releases.start([slow.handle()])
+    ended = []
+    threads = [threading.Thread(target=lambda: (releases.finish(LONG), ended.append(slow.ended.is_set()))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        assert waiting.acquire(timeout=10)
+    slow.go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert ended == [True] * 2
+
+
 def test_two_threads_may_wait_for_the_same_call():
     slow = Slow()
     call = Call(slow.handle().__del__)
