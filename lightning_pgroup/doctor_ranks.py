@@ -4,6 +4,7 @@ The doctor itself needs neither torch nor a network, so that nothing that is bro
 """
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -69,6 +70,9 @@ class Ranks:
         backend: The backend to check.
         environ: Their environment.
         patience: Bound of each wait of one rank for another, in seconds.
+
+    Raises:
+        OSError: On entry: the system does not start so many.
     """
 
     def __init__(self, size: int, backend: str, environ: Mapping[str, str], patience: float) -> None:
@@ -184,9 +188,18 @@ class _Rank:
             env=environ,
             start_new_session=True,
         )
-        self._threads = [threading.Thread(target=one, daemon=True) for one in (self._read_answers, self._read_errors)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for work in (self._read_answers, self._read_errors):
+                thread = threading.Thread(target=work, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException as error:
+            self.kill()
+            self.close()
+            if isinstance(error, RuntimeError):  # so Python says that the system starts no more threads
+                raise OSError(errno.EAGAIN, str(error)) from error
+            raise
 
     def tell(self, command: Answer) -> None:
         with contextlib.suppress(OSError):  # it has died, which its other pipe says
@@ -276,10 +289,11 @@ def _clipped(stacks: str) -> str:
 
 def _session(leader: int) -> list[int]:
     """The other processes of a rank's session, which it has started and left. Linux only; elsewhere none are known."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*") if sys.platform.startswith("linux") else ():
-        with contextlib.suppress(OSError, ValueError):
-            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(session) == leader and int(folder.name) != leader and state != "Z":
-                found.append(int(folder.name))
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # no more descriptors, perhaps
+        for folder in Path("/proc").glob("[0-9]*") if sys.platform.startswith("linux") else ():
+            with contextlib.suppress(OSError, ValueError):
+                state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(session) == leader and int(folder.name) != leader and state != "Z":
+                    found.append(int(folder.name))
     return found

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -103,9 +104,10 @@ def _records_of(file: Path) -> Iterator[dict[str, Any]]:
     for line in file.read_bytes().split(b"\n"):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and record.get("schema") == SCHEMA and isinstance(record.get("start"), (int, float)):
+        start = record.get("start") if isinstance(record, dict) and record.get("schema") == SCHEMA else None
+        if isinstance(start, (int, float)) and abs(start) <= sys.float_info.max:
             yield record
 
 

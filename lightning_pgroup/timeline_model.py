@@ -36,7 +36,7 @@ def build(records: Iterable[dict[str, Any]]) -> Timeline:
 
 def _is_whole(record: dict[str, Any]) -> bool:
     def is_time(value: object) -> bool:
-        return isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value < 1e11
+        return isinstance(value, (int, float)) and 0 <= value < 1e11
 
     return (
         all(isinstance(record.get(name), str) for name in _TEXTS)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -516,6 +517,31 @@ def test_a_system_that_starts_no_process(tmp_path):
     )
     assert "`ulimit -n`" in found["start"]["advice"][0]
     assert {found[name]["result"] for name in doctor_checks.ALL[1:]} == {"skipped"}
+
+
+@pytest.mark.parametrize("lacks", ["descriptors", "threads"])
+def test_a_system_that_starts_some_of_the_ranks(lacks, monkeypatch):
+    started, popen, limits = [], subprocess.Popen, resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(doctor_ranks, "_START", STAND_IN.replace("SPECIAL", "pass"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: started.append(popen(*args, **kwargs)) or started[-1])
+    if lacks == "descriptors":
+        free = [number for number in range(1000) if not os.path.exists(f"/proc/self/fd/{number}")]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[14], limits[1]))
+    else:
+        start = threading.Thread.start
+        left = iter([start, start, start])
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: next(left, _no_thread)(thread))
+    try:
+        with pytest.raises(OSError, match=r"Too many open files|can't start new thread"):
+            Ranks(20, "gloo", os.environ, 1.0).__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert 1 < len(started) < 20
+    assert None not in [one.returncode for one in started]
+
+
+def _no_thread(thread):
+    raise RuntimeError("can't start new thread")
 
 
 @pytest.mark.parametrize(

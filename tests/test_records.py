@@ -223,6 +223,15 @@ def test_what_stood_in_the_file_before_stays_and_spoils_no_line(tmp_path):
     assert [without_ends(one) for one in read_records(path)] == [on_disk(EVENT, os.getpid())] * 2
 
 
+@pytest.mark.parametrize("start", ["9" * 400, "9" * 5000, "1e999", "NaN", "[" * 100_000, '"noon"', "null"])
+def test_lines_that_no_record_can_be_are_left_out(start, tmp_path):
+    path = tmp_path / "x.jsonl"
+    append(str(path), EVENT)
+    with path.open("a") as file:
+        file.write(f'{{"schema": 1, "start": {start}}}\n')
+    assert len(read_records(path)) == 1
+
+
 def test_no_stage_fails_for_what_can_not_be_written_and_it_is_said_once(tmp_path):
     (tmp_path / "file").write_text("")
     os.mkfifo(tmp_path / "nobody-reads")

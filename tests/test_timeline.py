@@ -106,7 +106,15 @@ def test_intervals_of_one_process():
 def test_order_copies_and_broken_lines_do_not_matter():
     lines = sweep(2, 6)
     broken = [
-        {**lines[0], name: value} for name, value in (("pid", "x"), ("start", float("nan")), ("what", "left"), ("ended", 3))
+        {**lines[0], name: value}
+        for name, value in (
+            ("pid", "x"),
+            ("start", float("nan")),
+            ("what", "left"),
+            ("ended", 3),
+            ("duration", 10**400),
+            ("ended", [10**400]),
+        )
     ]
     broken += [
         {name: value for name, value in lines[0].items() if name != missing} for missing in ("why", "host", "generation")
