@@ -87,8 +87,9 @@ class OwnedGroup:
     def destroy(self, timeout: timedelta, graveyard: Graveyard) -> str:
         """End it in good order, or abort it when that takes longer than ``timeout``. Not collective.
 
-        Checkpoints that other threads are writing are waited for, within the same bound: they may write them over it. What
-        still holds it or one of its sub-groups afterwards can not talk over its connections any more (F31 of the design).
+        Checkpoints that other threads are writing are waited for, within the same bound: they may write them over it. So is
+        what is pending in it, unless a variable or a DDP wrapper still holds it, which then can not talk over its connections
+        any more (F31 of the design).
 
         Returns:
             Why it did not end in good order; empty if it did.
