@@ -220,16 +220,25 @@ class Lifecycle:
             self._custody.users.discard(claim)  # else a group that a strategy has lent it would be in use for ever
 
     @in_turn
-    def terminate(self, claim: Claim) -> None:
+    def terminate(self, claim: Claim, hand_on: Callable[[], None] = lambda: None) -> None:
         """The process was asked to end by SIGTERM: tell the others and drop the group, so that nobody waits (F28).
 
         Called in the signal handler. The stage goes on to its end or to the next collective, which raises.
+
+        Args:
+            claim: Of the strategy whose stage runs.
+            hand_on: Sends the signal to ranks that this one has started: when it is told who got it first, and before they
+                wake up for another reason.
         """
         stage = next((one for one in reversed(self._stages) if one.claim is claim), None)
         if stage is None or claim.config.on_error is OnError.KEEP:  # none in a child that was forked inside one
+            hand_on()
             return
         claim.terminated = True
-        self._notices.tell_failure(stage, SystemExit("SIGTERM was received"), "")
+        try:
+            self._notices.tell_failure(stage, SystemExit("SIGTERM was received"), "")
+        finally:
+            hand_on()
         self._custody.apply(Event.STAGE_ERROR, stage=stage.name, why="SIGTERM was received", by=claim)
 
     def finish(self, claim: Claim) -> None:
@@ -263,6 +272,12 @@ class Lifecycle:
     def has_run(self) -> bool:
         """Whether any stage has ever run in this process, which makes it a rank."""
         return self._has_run
+
+    def serves(self, claim: Claim) -> bool:
+        """Whether a stage of this strategy runs and has its group, so that its collectives need nothing else. Costs little."""
+        if not claim.running or claim.failed or claim.closed or c10d.default_group() is None:
+            return False
+        return self.running_stage(claim).acquired
 
     def running_stage(self, claim: Claim) -> Stage:
         """The innermost running stage of a strategy."""

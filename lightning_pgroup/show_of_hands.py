@@ -54,7 +54,7 @@ class ShowOfHands:
         self._rank = rank
         self._size = size
         self._waiter = waiter
-        self._passed: dict[int, bool] = {}  # and whether this rank has raised its hand there
+        self._passed: dict[int, list[str]] = {}  # and the keys that this rank deletes of it
 
     def raise_hand(self, number: int, has_work: bool, timeout: timedelta, check: Callable[[], None]) -> str:
         """Say that this rank is ready. Collective among the ranks that are; waits at most ``timeout`` for the others.
@@ -71,11 +71,13 @@ class ShowOfHands:
         Raises:
             Exception: The store is gone, or has a value that no rank wrote.
         """
-        self._delete_passed(number)
-        self._passed[number] = True
-        key = f"{_PREFIX}/{number}/outcome"
-        self._store.set(f"{_PREFIX}/{number}/raised/{self._rank}", "1")
+        mine = self._delete_passed(number)
+        key, own = f"{_PREFIX}/{number}/outcome", f"{_PREFIX}/{number}/raised/{self._rank}"
+        self._store.set(own, "1")
+        mine.append(own)
         raised = self._store.add(f"{_PREFIX}/{number}/raised", 1 + _WORK * has_work)
+        if raised % _WORK == 1:
+            mine.append(f"{_PREFIX}/{number}/raised")
         if raised % _WORK == self._size:
             return self._settle(number, {"all": True} if raised >= _WORK else {"idle": True})
         with contextlib.suppress(PGroupError):  # what is written there then counts for all, whoever wrote it
@@ -112,12 +114,16 @@ class ShowOfHands:
         ranks, limit = ", ".join(map(str, missing)), timeout.total_seconds()
         return RendezvousTimeoutError(f"it had waited {waited:.1f} s of {limit:.1f} s for rank {ranks} to end the stage")
 
-    def _delete_passed(self, number: int) -> None:
-        """Delete the keys of earlier stages. All ranks have left those, since they have come to the round of this one."""
-        for passed, raised in self._passed.items():
-            if passed != number and raised:
-                self._store.delete_key(f"{_PREFIX}/{passed}/raised/{self._rank}")
-            if passed != number and self._rank == 0:
-                self._store.delete_key(f"{_PREFIX}/{passed}/raised")
-                self._store.delete_key(f"{_PREFIX}/{passed}/outcome")
-        self._passed = {number: self._passed.get(number, False)}
+    def _delete_passed(self, number: int) -> list[str]:
+        """Delete the keys of earlier stages. All ranks have left those, since they have come to the round of this one.
+
+        Returns:
+            Those that this rank is to delete of the present one, to be added to.
+        """
+        for passed, keys in self._passed.items():
+            if passed != number:
+                for key in keys:
+                    self._store.delete_key(key)
+        outcome = [f"{_PREFIX}/{number}/outcome"] if self._rank == 0 else []
+        self._passed = {number: self._passed.get(number, outcome)}
+        return self._passed[number]

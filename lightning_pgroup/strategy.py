@@ -243,7 +243,8 @@ class PGroupDDPStrategy(StrategyCollectives, GroupNames, LentParts):
     @property
     @override
     def local_rank(self) -> int:
-        return 0 if self._runs_alone else super().local_rank
+        rank = super().local_rank
+        return 0 if rank and self._runs_alone else rank
 
     @override
     def set_world_ranks(self) -> None:

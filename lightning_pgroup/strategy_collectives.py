@@ -1,7 +1,7 @@
 """The collectives of a strategy, which work between its stages too."""
 
 from abc import abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from lightning.fabric.utilities.types import ReduceOp
@@ -12,10 +12,12 @@ from typing_extensions import override
 from lightning_pgroup.claim import Claim, GroupRequest
 from lightning_pgroup.collectives import collective
 from lightning_pgroup.lightning_private import in_error_handling
-from lightning_pgroup.process_state import process_state
+from lightning_pgroup.process_state import existing_process_state, process_state
 from lightning_pgroup.sweep import leave_earlier_job
 
 T = TypeVar("T")
+
+_OVER_THE_GROUP = nullcontext(True)
 
 
 class StrategyCollectives(DDPStrategy):
@@ -65,8 +67,10 @@ class StrategyCollectives(DDPStrategy):
         """Whether the other ranks of a stage run already."""
 
     def _collective(self, name: str) -> AbstractContextManager[bool]:
+        claim, state = self.claim(), existing_process_state()
+        if state is not None and state.lifecycle.serves(claim):
+            return _OVER_THE_GROUP
         leave_earlier_job()
-        claim = self.claim()
         if claim.failed and not in_error_handling():
             claim.failed = False  # a hook for errors has raised itself, so that Lightning did not call `teardown` (F33)
         attached = self.cluster_environment is not None and bool(self.parallel_devices)

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -108,13 +109,15 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
 
         On SIGTERM the handler goes on to a broadcast, which hangs unless all ranks are in it (F28): the group is dropped first.
         """
-        super().kill(signum)
+        hand_on = partial(super().kill, signum)
+        if signum == signal.SIGTERM:
+            process_state().lifecycle.terminate(self._strategy.claim(), hand_on)
+            return
+        hand_on()
         if signum == signal.SIGKILL:
             # Lightning ends the other ranks so after Ctrl-C; neither its thread nor we may take that for a failure of theirs.
             dismiss_process_observers()
             process_state().membership.children_killed = True
-        if signum == signal.SIGTERM:
-            process_state().lifecycle.terminate(self._strategy.claim())
 
     @override
     def _call_children_scripts(self) -> None:

@@ -18,11 +18,11 @@ PHASES = ("first", "reuse", "reuse again", "destroy", "create", "reuse after it"
 
 OPERATIONS = {
     "first": {"add": 2, "compare_set": 10, "get": 2, "list_keys": 2, "multi_get": 1, "set": 5},
-    "reuse": {"add": 2, "compare_set": 4, "delete_key": 4, "multi_get": 1, "set": 4},
-    "reuse again": {"add": 2, "compare_set": 4, "delete_key": 4, "multi_get": 1, "set": 4},
+    "reuse": {"add": 2, "compare_set": 4, "delete_key": 3, "multi_get": 1, "set": 4},
+    "reuse again": {"add": 2, "compare_set": 4, "delete_key": 3, "multi_get": 1, "set": 4},
     "destroy": {},
-    "create": {"add": 2, "compare_set": 6, "delete_key": 6, "get": 2, "list_keys": 2, "multi_get": 1, "set": 5},
-    "reuse after it": {"add": 2, "compare_set": 4, "delete_key": 4, "multi_get": 1, "set": 4},
+    "create": {"add": 2, "compare_set": 6, "delete_key": 5, "get": 2, "list_keys": 2, "multi_get": 1, "set": 5},
+    "reuse after it": {"add": 2, "compare_set": 4, "delete_key": 3, "multi_get": 1, "set": 4},
 }
 """Operations on the store that two ranks do together, whoever comes first. One more is asked for by who waits for the other."""
 
