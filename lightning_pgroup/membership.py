@@ -1,19 +1,18 @@
 """Which ranks this process belongs to, and where they meet: its invitation, the store that it hosts, and its teams."""
 
 import contextlib
-import signal
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torch.distributed import TCPStore
 
 from lightning_pgroup import failure
-from lightning_pgroup.bounded import run_bounded
+from lightning_pgroup.bounded import run_bounded, time_left
+from lightning_pgroup.children import Children
 from lightning_pgroup.errors import StoreLostError, WorldSizeError
 from lightning_pgroup.init_method import resolve
 from lightning_pgroup.store import LOOPBACK, Endpoint, host_store, listen
@@ -60,16 +59,13 @@ class Membership:
         children: The ranks that it has started.
         job: The job of a sweep for which it has started them, if any; see :mod:`lightning_pgroup.hydra_job`.
         before: The variables of the environment that describe a rank, as they were before it started them.
-        children_killed: Whether it has ended them itself, with SIGKILL.
     """
 
     def __init__(self) -> None:
         self.invitation = Invitation.take_from_environment()
-        self.children: Sequence[subprocess.Popen[bytes]] = ()
-        self.children_killed = False
+        self.children = Children()
         self.job: str | None = None
         self.before: Mapping[str, str | None] = {}
-        self._codes: list[int] = []
         self._hosted: TCPStore | None = None
         self._endpoint: Endpoint | None = None
         self._main_address: str | None = None
@@ -243,7 +239,7 @@ class Membership:
     def leave(self) -> None:
         """Tell the host that this rank leaves; as the host, wait for the others, at most :data:`LEAVE_TIMEOUT`.
 
-        Ranks that are all children of this process are waited for by :meth:`wait_for_children`, until they have ended.
+        Ranks that are all children of this process are waited for by :meth:`Children.wait`, until they have ended.
         """
         deadline = time.monotonic() + LEAVE_TIMEOUT.total_seconds()
         pause = threading.Event()
@@ -269,42 +265,17 @@ class Membership:
         Returns:
             Which ranks had to be ended.
         """
-        deadline, team, invitation = time.monotonic() + timeout.total_seconds(), self.invited_team, self.invitation
+        start, team, invitation = time.monotonic(), self.invited_team, self.invitation
         if team is not None:
             run_bounded(lambda: _suppressed(lambda: team.rounds.abandon(why)), LEAVE_TIMEOUT, "leave")
-        ended_here = []
-        for rank, child in enumerate(self.children, start=1):
-            if not _ends(child, deadline - time.monotonic()):
-                ended_here.append(f"local rank {rank} (process {child.pid})")
-                child.terminate()
-                if not _ends(child, LEAVE_TIMEOUT.total_seconds()):
-                    child.kill()
-                    child.wait()
-        self._codes += self._failures()
+        ended_here = self.children.part(time_left(start + timeout.total_seconds()), LEAVE_TIMEOUT)
         if invitation is not None and self._hosted is not None:
             _suppressed(lambda: self.close_run(invitation))
         # With an `init_method` of the user's own the next ranks meet there too, as strangers to this team.
         self._teams = {key: one for key, one in self._teams.items() if one.size == 1}
         self._missed.clear()
-        self.children, self.children_killed, self.invitation, self.job, self.before = (), False, None, None, {}
+        self.invitation, self.job, self.before = None, None, {}
         return ended_here
-
-    def wait_for_children(self, timeout: timedelta) -> int:
-        """Wait, at most ``timeout``, for the ranks that this process has started to end.
-
-        Returns:
-            The exit code of the first that failed, those of earlier jobs of a sweep included, as a shell shows it (128 and the
-            signal if one killed it); 0 if none did, or if they were killed by this process.
-        """
-        deadline = time.monotonic() + timeout.total_seconds()
-        for child in self.children:
-            _ends(child, deadline - time.monotonic())
-        failed = [*self._codes, *self._failures()]
-        return (128 - failed[0] if failed[0] < 0 else failed[0]) if failed else 0
-
-    def _failures(self) -> list[int]:
-        ignored = (0, None, -signal.SIGKILL) if self.children_killed else (0, None)
-        return [child.returncode for child in self.children if child.returncode not in ignored]
 
     def _is_invited(self, place: Place) -> bool:
         return self.invitation is not None and self.invitation.size == place.size
@@ -328,13 +299,6 @@ def _knock(endpoint: Endpoint) -> None:
             f"This process can not host the store in which the ranks meet: it listens at {endpoint} and does not reach itself"
             f" there ({why}). Is the loopback interface down, or does a firewall guard it? `lightning-pgroup doctor` says more."
         ) from error
-
-
-def _ends(child: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Wait for a process at most ``timeout`` seconds; returns whether it has ended."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(max(0.0, timeout))
-    return child.returncode is not None
 
 
 def _suppressed(function: Callable[[], object]) -> None:

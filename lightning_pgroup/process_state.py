@@ -79,7 +79,7 @@ def _at_exit() -> None:
     if _state is None:
         return
     _state.end()
-    code = _state.membership.wait_for_children(LEAVE_TIMEOUT)
+    code = _state.membership.children.wait(LEAVE_TIMEOUT)
     if code and not _ends_with_traceback():
         # The run has failed, so that the process that started it must not end as if all were well.
         _exit_code = _ExitCode(code)

@@ -117,7 +117,7 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
         if signum == signal.SIGKILL:
             # Lightning ends the other ranks so after Ctrl-C; neither its thread nor we may take that for a failure of theirs.
             dismiss_process_observers()
-            process_state().membership.children_killed = True
+            process_state().membership.children.killed = True
 
     @override
     def _call_children_scripts(self) -> None:
@@ -139,7 +139,7 @@ class PGroupSubprocessLauncher(SubprocessScriptLauncher):
             raise
         finally:
             os.environ.pop(ENVIRONMENT_VARIABLE, None)
-        membership.children = tuple(self.procs)
+        membership.children.processes = tuple(self.procs)
         membership.job, membership.before = job, before
         # Once this process exits, another rank that fails hurts nobody, and must not take its exit code.
         atexit.register(dismiss_process_observers)

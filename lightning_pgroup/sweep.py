@@ -67,7 +67,7 @@ def run_watched(membership: Membership, function: Callable[..., Any], *args: Any
     """
     dismiss_process_observers()
     try:
-        PatientObserver(membership.children, PATIENCE).start()
+        PatientObserver(membership.children.processes, PATIENCE).start()
         return function(*args, **kwargs)
     finally:
         dismiss_process_observers()
