@@ -70,8 +70,8 @@ def test_no_more_than_a_few_destructors_run_at_once():
     for one in slow:
         one.go_on.set()
     assert releases.drain(last, LONG)
-    assert all(one.ended.is_set() for one in slow)
     releases.finish(LONG)
+    assert all(one.ended.is_set() for one in slow)
 
 
 def test_each_thread_that_forks_or_exits_waits_also_while_another_one_does(monkeypatch):
