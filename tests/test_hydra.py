@@ -120,10 +120,10 @@ def test_the_script_in_a_worker_process_that_has_another_main_module(path, searc
 
 def test_a_script_that_is_a_symbolic_link_starts_as_the_link_in_each_rank(monkeypatch):
     """Python then searches the folder of the file itself; as a module of another folder it would not find its neighbours."""
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None, __file__="/work/bin/train.py"))
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None, __file__="/project/bin/train.py"))
     monkeypatch.setattr(sys, "argv", ["bin/train.py"])
-    monkeypatch.setattr(sys, "path", ["/work/source", "/work", "/lib"])
-    assert hydra_job._script("/work") == ["/work/bin/train.py"]
+    monkeypatch.setattr(sys, "path", ["/project/source", "/project", "/lib"])
+    assert hydra_job._script("/project") == ["/project/bin/train.py"]
 
 
 SCRIPT = """
