@@ -238,7 +238,8 @@ class PGroupDDPStrategy(StrategyCollectives, GroupNames, LentParts):
     @property
     def _runs_alone(self) -> bool:
         """Whether this is a stage of one rank, which each process of a run with more of them runs for itself."""
-        return self.starts_ranks_itself and self.group_size == 1
+        # Asked several times in each step, through `root_device`, so what costs less comes first.
+        return self.num_nodes * self.num_processes == 1 and self.starts_ranks_itself
 
     @property
     @override
