@@ -105,11 +105,12 @@ ENDS = {
 
 AGENT = (
     r"(?:[WE]\d{4} .*torch/distributed/.*\n"
+    r"|\[W\d{4} .*\[c10d\] The hostname of the client socket cannot be retrieved.*\n"
     r"|Traceback \(most recent call last\):\n(?:  .*\n)+"
     r"torch\.distributed\.elastic\.multiprocessing\.(?:errors\.ChildFailedError|api\.SignalException): .*\n"
     r"|[=-]{60}\n|.*script\.py FAILED\n|Failures:\n|Root Cause .*\n|\[\d\]:\n|  .*\n)*"
 )
-"""What torchrun's agent prints itself when a rank has failed or it is interrupted."""
+"""What torchrun's agent prints itself when a rank has failed or it is interrupted, or a name server does not answer it."""
 
 EVIL = ("terminate called", "ProcessGroup", "recvValue", "Broken pipe", "Exception ignored", "SIGABRT", "exitcode  : -6")
 

@@ -152,26 +152,31 @@ def test_f17_a_destroy_does_not_wait_for_gloos_event_loop():
         assert happened == {"created", "destroyed"}
 
 
-def test_work_that_is_pending_at_a_destroy_still_comes_to_its_end():
-    """The connections are not cut before: rank 1 joins in when rank 0 is already in its destroy."""
+def end_with_pending_work(hold):
+    """Rank 1 joins in a collective when rank 0 is already in its destroy, so the connections must not be cut before.
+
+    Rank 0 drops what ``hold()`` has returned when its destroy first looks whether anything is pending.
+    """
     waits = multiprocessing.get_context("fork").Event()
 
     def job(rank):
         strategy = PGroupDDPStrategy(destroy="at_exit", timeout=20)
         make_trainer(strategy).test(TinyModel(), datamodule=TinyData(), verbose=False)
-        tensor = torch.ones(1)
+        held, tensor = hold(), torch.ones(1)
         if rank == 0:
             have_left, asked = gloo_workers.GlooWorkers.have_left, []
 
-            def count(self):
+            def ask(self):
+                held.clear()
                 asked.append(have_left(self))
                 if len(asked) == 5:
                     waits.set()
                 return asked[-1]
 
-            gloo_workers.GlooWorkers.have_left = count
+            gloo_workers.GlooWorkers.have_left = ask
             dist.all_reduce(tensor, async_op=True)
             strategy.destroy_process_group()
+            waits.set()
             assert not any(asked[:4])
         else:
             assert waits.wait(20)
@@ -182,37 +187,19 @@ def test_work_that_is_pending_at_a_destroy_still_comes_to_its_end():
     assert run_ranks(job) == [(2.0, ("", "destroyed", 1))] * 2
 
 
+def test_work_that_is_pending_at_a_destroy_still_comes_to_its_end():
+    end_with_pending_work(list)
+
+
 def test_threads_of_a_group_that_ended_before_are_not_taken_for_those_of_the_one_that_ends():
     """Somebody drops a sub-group that he has held, while the end of the default group waits for what is pending in that."""
-    waits = multiprocessing.get_context("fork").Event()
 
-    def job(rank):
-        strategy = PGroupDDPStrategy(destroy="at_exit", timeout=20)
-        make_trainer(strategy).test(TinyModel(), datamodule=TinyData(), verbose=False)
-        held = [dist.new_group([0, 1])]
-        destroy_process_group(held[0])
-        tensor = torch.ones(1)
-        if rank == 0:
-            have_left, asked = gloo_workers.GlooWorkers.have_left, []
+    def hold():
+        group = dist.new_group([0, 1])
+        destroy_process_group(group)
+        return [group]
 
-            def drop(self):
-                held.clear()
-                asked.append(have_left(self))
-                if len(asked) == 5:
-                    waits.set()
-                return asked[-1]
-
-            gloo_workers.GlooWorkers.have_left = drop
-            dist.all_reduce(tensor, async_op=True)
-            strategy.destroy_process_group()
-            waits.set()
-        else:
-            assert waits.wait(20)
-            dist.all_reduce(tensor)
-        strategy.destroy_process_group()
-        return tensor.item(), whats(strategy)[-1]
-
-    assert run_ranks(job) == [(2.0, ("", "destroyed", 1))] * 2
+    end_with_pending_work(hold)
 
 
 def test_where_threads_can_not_be_seen_a_destroy_waits_for_the_whole_destructor(monkeypatch):
