@@ -6,12 +6,10 @@ torch that needs no torch. This is the one place of the package that prints.
 """
 
 import argparse
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lightning_pgroup import doctor, explain, timeline
+from lightning_pgroup import doctor, explain, standard_output, timeline
 from lightning_pgroup.__about__ import __version__
 
 Say = Callable[[str], None]
@@ -62,8 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parsers[chosen.command].error(str(error))
     except BrokenPipeError:  # whoever reads it, such as `head`, has read enough
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        standard_output.discard()
         return 1
 
 

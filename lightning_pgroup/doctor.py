@@ -7,11 +7,10 @@ import math
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Generator
 from datetime import timedelta
 
-from lightning_pgroup import doctor_environment, doctor_network
+from lightning_pgroup import doctor_environment, doctor_network, standard_output
 from lightning_pgroup.doctor_checks import not_started, run_checks
 from lightning_pgroup.doctor_ranks import Ranks
 from lightning_pgroup.doctor_report import Finding, exit_code, progress, report, to_json
@@ -121,7 +120,6 @@ def _patient(say: Callable[[str], None]) -> Callable[[str], None]:
         try:
             say(line)
         except BrokenPipeError:
-            # What is left in the buffer can not be written at the exit of the interpreter either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            standard_output.discard()
 
     return patiently

@@ -183,7 +183,7 @@ class Lifecycle(Owner):
             self._custody.users.discard(claim)  # else a group that a strategy has lent it would be in use for ever
 
     @in_turn
-    def terminate(self, claim: Claim, hand_on: Callable[[], None] = lambda: None) -> None:
+    def terminate(self, claim: Claim, hand_on: Callable[[], None]) -> None:
         """The process was asked to end by SIGTERM: tell the others and drop the group, so that nobody waits (F28).
 
         Called in the signal handler. The stage goes on to its end or to the next collective, which raises.

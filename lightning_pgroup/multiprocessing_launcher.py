@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -99,10 +100,12 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
     @override
     def kill(self, signum: int) -> None:
         """Hand a signal on to the workers; in a worker, drop the group on SIGTERM before Lightning's handler broadcasts."""
-        super().kill(signum)
+        hand_on = partial(super().kill, signum)
         if signum == signal.SIGTERM:
             self._asked_to_end = True
-            process_state().lifecycle.terminate(self._pgroup_strategy.claim())
+            process_state().lifecycle.terminate(self._pgroup_strategy.claim(), hand_on)
+        else:
+            hand_on()
 
     @override
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:

@@ -28,7 +28,7 @@ from typing import Any, TypedDict
 from torch.distributed import Store
 
 from lightning_pgroup import payload
-from lightning_pgroup.bounded import run_bounded
+from lightning_pgroup.bounded import run_bounded, time_left
 from lightning_pgroup.errors import GarbledStoreError, RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
 from lightning_pgroup.exceptions import describe
 from lightning_pgroup.introduction import Introduction, Said
@@ -260,7 +260,7 @@ class Rounds:
 
     def _wait(self, key: str, deadline: float) -> None:
         """Wait for ``key``, a little beyond ``deadline``: this rank gives up first, and then sets the key itself."""
-        self._waiter.wait([key], timedelta(seconds=max(0.0, deadline - time.monotonic())) + _GRACE)
+        self._waiter.wait([key], time_left(deadline) + _GRACE)
 
     def _at(self) -> str:
         return f" at {self.where}" if self.where else ""
