@@ -1,12 +1,13 @@
-"""Calls into code that may never return, with a bound on the wait; and calls that no interrupt may stop midway."""
+"""Calls into code that may never return, with a bound on the wait."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
-_hurry = False
-_shield = threading.local()
+from lightning_pgroup.interrupts import attentively, in_a_hurry
+
 _SLICE = 0.05
 _PAUSE = 0.01
 _SHORT_PAUSE = 0.0005
@@ -48,12 +49,20 @@ class Call:
         if not self.done:
             self._gate.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
 
-    def wait_for_end(self, timeout: timedelta, *, impatient: bool = False, enough: Callable[[], bool] | None = None) -> bool:
+    def wait_for_end(
+        self,
+        timeout: timedelta,
+        *,
+        impatient: bool = False,
+        attentive: bool = False,
+        enough: Callable[[], bool] | None = None,
+    ) -> bool:
         """Wait for its end at most ``timeout``.
 
         Args:
             timeout: The bound.
-            impatient: Whether an interrupt of the shielded call around this one (:func:`run_shielded`) ends the wait.
+            impatient: Whether it ends early where the work around it is :func:`~lightning_pgroup.interrupts.in_a_hurry`.
+            attentive: Whether signals are heard meanwhile; see :func:`~lightning_pgroup.interrupts.attentively`.
             enough: Asked two thousand times a second; ends the wait as well when it holds.
 
         Returns:
@@ -63,9 +72,13 @@ class Call:
         longest = _SLICE if enough is None else _SHORT_PAUSE
         while not self.done and not (enough is not None and enough()):
             left = deadline - time.monotonic()
-            if left <= 0 or (impatient and _hurry):
+            if left <= 0 or (impatient and in_a_hurry()):
                 return False
-            self.wait(min(longest, left))  # in slices, since whoever else waits may have got hold of the gate
+            length = min(longest, left)  # in slices, since whoever else waits may have got hold of the gate
+            if attentive:
+                attentively(functools.partial(self.wait, length))
+            else:
+                self.wait(length)
         return True
 
     def finish(self) -> None:
@@ -87,7 +100,9 @@ class Call:
             self._gate.release()
 
 
-def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, impatient: bool = False) -> bool:
+def run_bounded(
+    function: Callable[[], None], timeout: timedelta, name: str, *, impatient: bool = False, attentive: bool = False
+) -> bool:
     """Run ``function`` on a daemon thread and wait for it at most ``timeout``.
 
     Args:
@@ -95,7 +110,8 @@ def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, 
             Python that starts no thread any more (3.12) runs it right here, without the bound.
         timeout: The bound.
         name: Name of the thread, shown in a dump of all stacks.
-        impatient: Whether an interrupt of the shielded call around this one (:func:`run_shielded`) ends the wait.
+        impatient: Whether the wait ends early where the work around it is :func:`~lightning_pgroup.interrupts.in_a_hurry`.
+        attentive: Whether signals are heard meanwhile; see :func:`~lightning_pgroup.interrupts.attentively`.
 
     Returns:
         Whether it ended in time.
@@ -105,7 +121,7 @@ def run_bounded(function: Callable[[], None], timeout: timedelta, name: str, *, 
     """
     call = Call(function)
     call.start(name)
-    if not call.wait_for_end(timeout, impatient=impatient):
+    if not call.wait_for_end(timeout, impatient=impatient, attentive=attentive):
         return False
     call.finish()
     return True
@@ -119,79 +135,14 @@ def time_left(deadline: float) -> timedelta:
 def wait_until(condition: Callable[[], bool], timeout: timedelta) -> bool:
     """Ask until ``condition`` holds, a hundred times a second, at most ``timeout``.
 
-    An interrupt of the shielded call around this one (:func:`run_shielded`) ends the wait.
+    It ends early where the work around it is :func:`~lightning_pgroup.interrupts.in_a_hurry`.
 
     Returns:
         Whether it holds.
     """
     deadline, pause = time.monotonic() + timeout.total_seconds(), threading.Event()
     while not (holds := condition()):
-        if _hurry or time.monotonic() >= deadline:
+        if in_a_hurry() or time.monotonic() >= deadline:
             break
         pause.wait(_PAUSE)
     return holds
-
-
-def run_shielded(function: Callable[[], None], name: str) -> None:
-    """Run ``function`` to its end, whatever signals arrive meanwhile; what their handlers raise is raised afterwards.
-
-    Handlers run on the main thread, between any two steps of it. So the work is done on a thread of its own, and the main
-    thread only waits: as long as ``function`` takes, which must be bounded.
-
-    Args:
-        function: What to run, once.
-        name: Name of the thread, shown in a dump of all stacks.
-
-    Raises:
-        BaseException: What a handler raised meanwhile, else what ``function`` raised.
-    """
-    global _hurry
-    interrupts: tuple[BaseException, ...] = ()
-    later: list[Callable[[], object]] = []
-    call: Call | None = None
-    on_main_thread: bool | None = None
-    over = False
-    while not over:
-        try:
-            if on_main_thread is None:
-                on_main_thread = threading.current_thread() is threading.main_thread()
-            if not on_main_thread:
-                break
-            call = call or Call(lambda: _run_below_shield(function, later))
-            call.start(name)
-            while not call.done:
-                call.wait(_SLICE)
-            over = True
-        except BaseException as interrupt:
-            interrupts = (*interrupts, interrupt)  # no call, after which Python would look for the next signal
-            _hurry = True
-    if call is None:
-        function()
-        return
-    _hurry = False  # or a later destroy, with no interrupt of its own, would not be waited for
-    for work in later:
-        work()
-    if interrupts:
-        raise interrupts[0]
-    call.finish()
-
-
-def do_after_shield(work: Callable[[], object]) -> bool:
-    """Do ``work`` on the thread that waits for the shielded call on this one, after it. For what may need locks of that thread.
-
-    Returns:
-        Whether there is such a call; if not, nothing happens.
-    """
-    later: list[Callable[[], object]] | None = getattr(_shield, "later", None)
-    if later is None:
-        return False
-    later.append(work)
-    return True
-
-
-def _run_below_shield(function: Callable[[], None], later: list[Callable[[], object]]) -> None:
-    before, _shield.later = getattr(_shield, "later", None), later
-    try:
-        function()
-    finally:
-        _shield.later = before

@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from lightning_pgroup import c10d
-from lightning_pgroup.claim import Claim, GroupRequest
+from lightning_pgroup.claim import Claim, GroupRequest, Stage
 from lightning_pgroup.errors import StrategyClosedError
+from lightning_pgroup.interrupts import run_shielded
 from lightning_pgroup.lifecycle import Lifecycle
 from lightning_pgroup.policy import Ownership
 
@@ -49,12 +50,15 @@ def collective(
             lifecycle.acquire(stage)
         yield True
     else:
-        stage = lifecycle.enter(claim, name, None, request)
+        stages: list[Stage] = []
         try:
-            lifecycle.acquire(stage)
+            run_shielded(lambda: stages.append(lifecycle.enter(claim, name, None, request)))
+            lifecycle.acquire(stages[0])
             yield True
+            run_shielded(lambda: lifecycle.leave(stages.pop()))
         except BaseException as error:
-            lifecycle.leave(stage, error)
-            claim.failed = False
+            caught = error
+            if stages:
+                run_shielded(lambda: lifecycle.leave(stages.pop(), caught))
+                claim.failed = False
             raise
-        lifecycle.leave(stage)

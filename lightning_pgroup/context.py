@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_pgroup import c10d
-from lightning_pgroup.bounded import run_shielded
 from lightning_pgroup.claim import Claim, GroupRequest, Stage
 from lightning_pgroup.config import Duration, LifecycleConfig, check_backend, parse_config, parse_duration
 from lightning_pgroup.errors import PGroupError
 from lightning_pgroup.group_request import LIGHTNING_TIMEOUT
+from lightning_pgroup.interrupts import run_shielded
 from lightning_pgroup.lightning_private import default_backend_for_device
 from lightning_pgroup.policy import OnErrorName, OnMismatchName, Ownership
 from lightning_pgroup.process_state import ProcessState, process_state
@@ -198,7 +198,7 @@ class ProcessGroupBlock(contextlib.ContextDecorator):
             return group
         except BaseException as error:
             caught = error
-            run_shielded(lambda: self._leave(visit, caught), "leave")
+            run_shielded(lambda: self._leave(visit, caught))
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -209,11 +209,11 @@ class ProcessGroupBlock(contextlib.ContextDecorator):
             if isinstance(error, GeneratorExit):  # no failure: its reader has had enough
                 self._open.pop().end_when_possible()
             else:
-                run_shielded(lambda: self._leave(visit, error), "leave")
+                run_shielded(lambda: self._leave(visit, error))
         except BaseException as interrupt:
             caught = interrupt
             if visit in self._open:  # it came before the end had begun
-                run_shielded(lambda: self._leave(visit, caught), "leave")
+                run_shielded(lambda: self._leave(visit, caught))
             raise
 
     @override
@@ -255,7 +255,7 @@ class _Visit:
     def begin(self) -> None:
         leave_earlier_job()
         # Before all else: whatever happens from then on, the others can be told.
-        run_shielded(self._enter, "enter")
+        run_shielded(self._enter)
         self._lifecycle.acquire(self._stages[0])
         self._hook = register_module_module_registration_hook(self._notice)
 

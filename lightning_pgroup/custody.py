@@ -8,12 +8,12 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pgroup import c10d, record_file, records
-from lightning_pgroup.bounded import run_shielded
 from lightning_pgroup.claim import Claim, Stage
 from lightning_pgroup.destroy import end_sub_group
 from lightning_pgroup.errors import PGroupError
 from lightning_pgroup.graveyard import Graveyard, Wrapper
 from lightning_pgroup.group import OwnedGroup
+from lightning_pgroup.interrupts import run_shielded
 from lightning_pgroup.policy import Action, Event, Ownership, action_for, reason
 from lightning_pgroup.records import LifecycleEvent
 from lightning_pgroup.store import leak
@@ -127,7 +127,7 @@ class Custody:
 
         A signal that arrives meanwhile is heard afterwards: a group that is half ended would be nobody's.
         """
-        run_shielded(lambda: self._end(why, stage, by, abort, timeout), "end")
+        run_shielded(lambda: self._end(why, stage, by, abort, timeout))
 
     def hold_for(self, wrapper: DistributedDataParallel) -> None:
         """A strategy has built a DDP wrapper. In a default group of other code nobody else remembers it."""
@@ -163,7 +163,7 @@ class Custody:
                 self.current.let_go_of(group)
             self.graveyard.bury([group], wrappers)
 
-        run_shielded(end, "end")
+        run_shielded(end)
 
     def _end(self, why: str, stage: str, by: Claim | None, abort: bool, timeout: timedelta | None) -> None:
         group, last = self.current, self.last_user

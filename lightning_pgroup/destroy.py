@@ -1,15 +1,15 @@
 """Ends groups that are not in our custody: a sub-group, or the default group of other code. Bounded, then aborted."""
 
+import logging
 from collections.abc import Iterable
 from datetime import timedelta
 
 from torch.distributed import ProcessGroup
 
 from lightning_pgroup import c10d, transport
-from lightning_pgroup.log import get_logger
 from lightning_pgroup.saves import finish_saves
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def end_foreign(timeout: timedelta) -> None:

@@ -36,6 +36,7 @@ from lightning_pgroup import payload
 from lightning_pgroup.errors import RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
 from lightning_pgroup.exceptions import describe
 from lightning_pgroup.greetings import Answer, Contact, Go, Hello
+from lightning_pgroup.interrupts import attentively
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.store import delete_below
 
@@ -208,7 +209,7 @@ class _Host:
             self._answer_hellos(count)
             if time.monotonic() - start > self._timeout.total_seconds():
                 raise self._late(time.monotonic() - start)
-            pause.wait(_POLL)
+            attentively(lambda: pause.wait(_POLL))
 
     def _answer_hellos(self, count: int, all_but: Collection[int] = ()) -> None:
         self._next = max(self._next, count - _FORGOTTEN - 10 * self._hello.size)

@@ -1,6 +1,7 @@
 """Blocking waits for keys, on a client of their own; and such that a rank stays awake while it waits."""
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store
+
+from lightning_pgroup.bounded import Call
+from lightning_pgroup.interrupts import attentively
 
 INTERVAL = 0.1
 """How often a rank that waits for others looks whether that still makes sense, seconds."""
@@ -95,35 +99,21 @@ class KeyWaiter:
             BaseException: What ``check`` or a signal raised, what ``late`` made, or what the store raised.
         """
         start = time.monotonic()
-        arrived = threading.Event()
-        problems: list[BaseException] = []
-
-        def wait() -> None:
-            try:
-                self.wait(keys, timeout + _MARGIN)  # this rank gives up first
-            except BaseException as error:
-                problems.append(error)
-            finally:
-                arrived.set()
-
-        thread = threading.Thread(target=wait, name="lightning-pgroup-wait", daemon=True)
-        thread.start()
+        call = Call(lambda: self.wait(keys, timeout + _MARGIN))  # this rank gives up first
+        call.start("wait")
         try:
-            while not arrived.is_set():
+            while not call.done:
                 check()
                 left = timeout.total_seconds() - (time.monotonic() - start)
                 if left <= 0:
                     raise late(time.monotonic() - start)
-                arrived.wait(min(INTERVAL, left))
-            thread.join()
-            if problems:
-                raise problems[0]
+                attentively(functools.partial(call.wait, min(INTERVAL, left)))
+            call.finish()
         except BaseException as error:
             with contextlib.suppress(Exception):  # a store that is gone must not hide what happened
                 if last_words is not None:
                     for key in keys:
                         self._client.store.compare_set(self._prefix + key, b"", last_words(error))
-            thread.join(0.0 if last_words is None else _MARGIN.total_seconds())
-            if thread.is_alive():
+            if not call.wait_for_end(timedelta(0) if last_words is None else _MARGIN):
                 self.replace()
             raise

@@ -16,6 +16,7 @@ from lightning_pgroup.claim import Claim, GroupRequest, Stage
 from lightning_pgroup.common_ground import CommonGround
 from lightning_pgroup.errors import GroupLostError, GroupMismatchError, StrategyClosedError
 from lightning_pgroup.exceptions import describe
+from lightning_pgroup.interrupts import run_attentive
 from lightning_pgroup.membership import Membership
 from lightning_pgroup.owner import Owner
 from lightning_pgroup.policy import Event, OnError, Ownership, reason
@@ -98,7 +99,7 @@ class Lifecycle(Owner):
             PGroupError: The ranks did not come, do not agree, or there are not as many as the stage asks for.
             GroupLostError: The group ended in the middle of the stage.
         """
-        self._turns.run(lambda: self._acquire(stage))
+        run_attentive(lambda: self._turns.run(lambda: self._acquire(stage)))
 
     def _acquire(self, stage: Stage) -> None:
         alive = self.ownership() is not Ownership.NONE

@@ -107,7 +107,7 @@ class _Trial:
     def run(self, attempt: "Callable[[_Trial], TCPStore]", what: str) -> TCPStore:
         found: list[TCPStore] = []
         try:
-            in_time = run_bounded(lambda: found.append(attempt(self)), self._timeout, "connect")
+            in_time = run_bounded(lambda: found.append(attempt(self)), self._timeout, "connect", attentive=True)
         except TimeoutError:
             in_time = False
         except OSError as error:

@@ -17,8 +17,8 @@ from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from lightning_pgroup import environment
-from lightning_pgroup.bounded import run_shielded
 from lightning_pgroup.claim import Claim
+from lightning_pgroup.interrupts import run_shielded
 from lightning_pgroup.lifecycle_logger import log_news
 from lightning_pgroup.lightning_private import MultiProcessingLauncher
 from lightning_pgroup.openmp import let_threads_go
@@ -84,7 +84,7 @@ class PGroupMultiProcessingLauncher(MultiProcessingLauncher):
             # An interrupt of the parent alone leaves the workers running; Lightning knows none of them before all are started.
             new = (child for child in multiprocessing.active_children() if child not in others)
             workers: list[BaseProcess] = [*(self.procs or new)]
-            run_shielded(lambda: self._end_run(workers, claim), "end-workers")
+            run_shielded(lambda: self._end_run(workers, claim))
 
     def _end_run(self, workers: Sequence[BaseProcess], claim: Claim) -> None:
         _end_workers(workers)

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_pgroup import payload
-from lightning_pgroup.log import get_logger
 
-logger = get_logger("lightning_pgroup")
+logger = logging.getLogger("lightning_pgroup")
 
 CREATED = "created"
 REUSED = "reused"

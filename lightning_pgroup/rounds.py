@@ -18,8 +18,8 @@ or has another version of this package, ends the round for all, with an error th
 """
 
 import contextlib
+import functools
 import json
-import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -28,9 +28,10 @@ from typing import Any, TypedDict
 from torch.distributed import Store
 
 from lightning_pgroup import payload
-from lightning_pgroup.bounded import run_bounded, time_left
+from lightning_pgroup.bounded import Call, run_bounded, time_left
 from lightning_pgroup.errors import GarbledStoreError, RanksDisagreeError, RendezvousAbandonedError, RendezvousTimeoutError
 from lightning_pgroup.exceptions import describe
+from lightning_pgroup.interrupts import attentively
 from lightning_pgroup.introduction import Introduction, Said
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.store import value_of
@@ -79,7 +80,7 @@ class Rounds:
         self._outcome: Outcome | None = None
         self._passed: list[int] = []
         self._waiter = waiter or KeyWaiter(store)
-        self._thread: threading.Thread | None = None
+        self._call: Call | None = None
 
     def run(
         self,
@@ -170,40 +171,34 @@ class Rounds:
     ) -> Outcome:
         key = f"round/{number}/outcome"
         outcomes: list[Outcome] = []
-        problems: list[BaseException] = []
-        done = threading.Event()
 
         def take_part() -> None:
-            try:
-                stranger = self._introduction.check_rank()
-                if stranger:
-                    outcomes.append({"refused": stranger})  # the round is not this process's to end
-                    return
-                self._say(said)
-                difference = self._introduction.check_terms()
-                if difference:
-                    self._publish(key, {"refused": difference})
-                    outcomes.append({"refused": difference})
-                elif self._store.add(f"round/{number}/arrived", 1) == self._size:
-                    outcomes.append(self._close(number, key, answer))
-                else:
-                    self._wait(key, deadline)
-                    outcomes.append(self._read(key, value_of(self._store, key)))
-            except BaseException as error:
-                problems.append(error)
-            finally:
-                done.set()
+            stranger = self._introduction.check_rank()
+            if stranger:
+                outcomes.append({"refused": stranger})  # the round is not this process's to end
+                return
+            self._say(said)
+            difference = self._introduction.check_terms()
+            if difference:
+                self._publish(key, {"refused": difference})
+                outcomes.append({"refused": difference})
+            elif self._store.add(f"round/{number}/arrived", 1) == self._size:
+                outcomes.append(self._close(number, key, answer))
+            else:
+                self._wait(key, deadline)
+                outcomes.append(self._read(key, value_of(self._store, key)))
 
         # Operations on the store are deaf to signals, and do not return when its host is stopped.
-        self._thread = threading.Thread(target=take_part, name="lightning-pgroup-round", daemon=True)
-        self._thread.start()
-        while not done.wait(max(0.0, min(_LIVENESS_PERIOD, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
+        self._call = call = Call(take_part)
+        call.start("round")
+        while not call.done:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 return self._give_up(key, "it had given up waiting")
-            check_peers()
-        self._thread.join()
-        if problems:
-            raise problems[0]
+            attentively(functools.partial(call.wait, min(_LIVENESS_PERIOD, left)))
+            if not call.done:
+                check_peers()
+        call.finish()
         return outcomes[0]
 
     def _give_up(self, key: str, why: str) -> Outcome:
@@ -216,11 +211,10 @@ class Rounds:
             outcome["silent"] = False  # the store has answered
 
         run_bounded(publish, _ANSWER_TIMEOUT, "give-up")
-        if self._thread is not None:
-            # It must have seen the key before a later round deletes it.
-            self._thread.join(0.0 if outcome["silent"] else _ANSWER_TIMEOUT.total_seconds())
-            if self._thread.is_alive():
-                self._waiter.replace()
+        # It must have seen the key before a later round deletes it.
+        patience = timedelta(0) if outcome["silent"] else _ANSWER_TIMEOUT
+        if self._call is not None and not self._call.wait_for_end(patience):
+            self._waiter.replace()
         return outcome.copy()
 
     def _close(self, number: int, key: str, answer: Answer) -> Outcome:

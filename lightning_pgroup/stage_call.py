@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Trainer
 
 from lightning_pgroup import metrics
-from lightning_pgroup.bounded import run_shielded
 from lightning_pgroup.claim import Stage
 from lightning_pgroup.errors import WorldSizeError
 from lightning_pgroup.exceptions import describe
+from lightning_pgroup.interrupts import run_shielded
 from lightning_pgroup.lifecycle import Lifecycle
 from lightning_pgroup.lifecycle_logger import log_news
 from lightning_pgroup.lightning_private import SIGTERMException, TunerExitException, failing_hook, requested_devices
@@ -61,19 +61,19 @@ class StageCall:
             lifecycle.leave(stages.pop())
 
         try:
-            run_shielded(enter, "enter")
+            run_shielded(enter)
             result = self._function(*args, **kwargs)
             if os.getpid() == process:
                 if self._trainer is not None and not self._in_worker:  # those in a worker end with it
                     metrics.compute_before_the_end(lifecycle, stages[0], self._trainer, self._strategy.root_device)
-                run_shielded(leave, "leave")  # in here, so that a signal right before it does not leave the stage open
+                run_shielded(leave)  # in here, so that a signal right before it does not leave the stage open
                 self._log_news()
             return result
         except BaseException as error:
             if not stages or os.getpid() != process:  # it has ended; a child that was forked inside has no part in it
                 raise
             caught, ends = error, list[BaseException]()
-            run_shielded(lambda: ends.append(self._leave(lifecycle, stages[0], caught)), "leave")
+            run_shielded(lambda: ends.append(self._leave(lifecycle, stages[0], caught)))
             self._log_news()
             if ends[0] is not error:
                 raise ends[0] from error

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from lightning_pgroup import PGroupDDPStrategy, bounded, group, process_group, stage_call, turns
-from lightning_pgroup.bounded import run_bounded, run_shielded
+from lightning_pgroup import PGroupDDPStrategy, group, process_group, stage_call, turns
 from lightning_pgroup.gloo_interface import VARIABLE
+from lightning_pgroup.interrupts import run_shielded
 from lightning_pgroup.process_state import process_state
 from tests.faults import PATIENCE, Boom, attempt, fit, same, weights_of_a_fresh_process
 from tests.models import TinyData, TinyModel, make_trainer
@@ -29,85 +29,6 @@ class Alarm(Exception):
 
 def ring(*args):
     raise Alarm
-
-
-def test_a_shielded_call_runs_to_its_end_and_the_interrupt_follows():
-    entered, steps = threading.Event(), []
-
-    def work():
-        entered.set()
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGUSR2)
-            threading.Event().wait(0.02)
-            steps.append("done")
-
-    before = signal.signal(signal.SIGUSR2, ring)
-    try:
-        with pytest.raises(Alarm):
-            run_shielded(work, "test")
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    assert steps == ["done"] * 3
-    with pytest.raises(KeyError):
-        run_shielded(lambda: {}["x"], "test")
-
-
-def test_an_interrupt_hurries_the_call_that_it_came_in_and_no_later_one():
-    """An impatient wait inside it is given up at once; the next, with no interrupt of its own, is patient again."""
-    released, ended = threading.Event(), []
-
-    def hang():
-        os.kill(os.getpid(), signal.SIGUSR2)
-        ended.append(run_bounded(lambda: released.wait(20), timedelta(seconds=20), "test", impatient=True))
-        released.set()
-
-    before = signal.signal(signal.SIGUSR2, ring)
-    try:
-        with pytest.raises(Alarm):
-            run_shielded(hang, "test")
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    run_shielded(
-        lambda: ended.append(run_bounded(lambda: threading.Event().wait(0.3), timedelta(seconds=20), "test", impatient=True)),
-        "test",
-    )
-    assert ended == [False, True]
-
-
-def test_a_signal_after_any_call_of_a_shielded_call_leaves_no_lock_locked():
-    """Python looks for signals after each call of a function in C: the profiler raises there, one place after the other."""
-
-    def interrupted_at(place, work):
-        events = 0
-
-        def profile(frame, event, argument):
-            nonlocal events
-            if event == "c_return" and frame.f_code.co_filename in (bounded.__file__, threading.__file__):
-                events += 1
-                if events > place:
-                    sys.setprofile(None)
-                    raise Alarm
-
-        sys.setprofile(profile)
-        try:
-            run_shielded(work, "test")
-        except Alarm:
-            return True
-        finally:
-            sys.setprofile(None)
-        return False
-
-    def job(rank):
-        place, interrupted = -1, True
-        while interrupted:
-            place, ended = place + 1, threading.Semaphore(0)
-            interrupted = interrupted_at(place, ended.release)
-            assert ended.acquire(timeout=5), place
-            assert not ended.acquire(blocking=False), place
-            run_shielded(lambda: None, "test")
-        return place
-
-    assert run_ranks(job, 1, deadline=30, check_leaks=False)[0] > 15
 
 
 @pytest.mark.parametrize("operation", ["close", "destroy", "collected", "destroy_sub_group"])
@@ -236,12 +157,12 @@ def test_a_signal_right_before_the_end_of_a_stage_does_not_leave_it_open(monkeyp
     def job(rank):
         ends = []
 
-        def interrupted(function, name):
-            if name == "leave":
-                ends.append(name)
+        def interrupted(function):
+            if function.__name__ != "enter":
+                ends.append(function)
                 if len(ends) == 1:
                     raise Alarm
-            run_shielded(function, name)
+            run_shielded(function)
 
         monkeypatch.setattr(stage_call, "run_shielded", interrupted)
         strategy = PGroupDDPStrategy(destroy="at_exit", timeout=20)

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyn
 import lightning_pgroup.destroy
 import lightning_pgroup.group
 from lightning_pgroup import PGroupDDPStrategy, saves, transport
-from lightning_pgroup.bounded import run_shielded, wait_until
+from lightning_pgroup.bounded import wait_until
+from lightning_pgroup.interrupts import run_shielded
 from lightning_pgroup.saves import finish_saves
 from tests.models import TinyData, TinyModel, make_trainer
 from tests.ranks import run_ranks
@@ -386,7 +387,7 @@ def test_an_interrupt_ends_the_wait():
 
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run_shielded(lambda: asked.append(wait_until(condition, BOUND)), "test")
+        run_shielded(lambda: asked.append(wait_until(condition, BOUND)))
     assert asked[-1] is False
     assert time.monotonic() - start < 10
 

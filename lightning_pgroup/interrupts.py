@@ -1,0 +1,186 @@
+"""Interrupts put off: work that must not be cut in two runs to its end, and the signals that come meanwhile are heard later.
+
+Python runs the handler of a signal on the main thread, after any call and at any turn of a loop, and what the handler raises
+comes out there. While such work runs, a stand-in takes the place of each handler that is written in Python, and keeps the
+signal. No thread is needed for that, so that it costs some 10 µs.
+"""
+
+import _signal  # type: ignore[import-not-found]  # `signal.getsignal` makes an enum of each answer, which takes twenty times as long
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_Handler = Callable[[int, FrameType | None], Any]
+
+_NUMBERS = tuple(int(number) for number in signal.valid_signals())
+_URGENT = (signal.SIGINT, signal.SIGTERM)
+_HURRY_AFTER = 1.0
+_MOST = 100
+
+
+class _StandIn:
+    """A handler that keeps its signal for later, as long as the work runs; the handler that it stands in for, afterwards."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: _Handler) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _now.active and not _now.open and _now.process == os.getpid():
+            _now.since = _now.since or time.monotonic()
+            _now.pending.append((self.handler, number, frame))
+        else:
+            self.handler(number, frame)
+
+
+class _PutOff:
+    """What is put off now, on the main thread of this process.
+
+    Attributes:
+        active: Whether signals are put off.
+        closed: Whether a wait of the work does not hear them either.
+        open: Whether such a wait runs, and hears them.
+        process: For whom: not for one that was forked meanwhile.
+        pending: What was put off.
+        since: When the first of it came.
+    """
+
+    def __init__(self) -> None:
+        self.active = self.closed = self.open = False
+        self.process = 0
+        self.pending: deque[tuple[_Handler, int, FrameType | None]] = deque()
+        self.since = 0.0
+        self._replaced: dict[int, _Handler] = {}
+
+    def begin(self) -> None:
+        """Put signals off from now on. One that comes before all are may end this: it is to be called again then."""
+        self.process, self.open, self.active = os.getpid(), False, True
+        for number in _NUMBERS:
+            handler: Any = _signal.getsignal(number)
+            if type(handler) is _StandIn:
+                self._replaced[number] = handler.handler
+            elif callable(handler):
+                self._replaced[number] = handler
+                _signal.signal(number, _StandIn(handler))
+
+    def end(self) -> None:
+        """Hear what was put off, and all else from now on. What a handler raises ends this: it is to be called again then."""
+        for number, handler in tuple(self._replaced.items()):
+            if type(_signal.getsignal(number)) is _StandIn:  # or else the work has set another
+                _signal.signal(number, handler)
+            self._replaced.pop(number, None)
+        self.active = self.closed = False
+        self.hear()
+
+    def hear(self) -> None:
+        self.since = 0.0
+        while self.pending:
+            handler, number, frame = self.pending.popleft()
+            handler(number, frame)
+
+
+_now = _PutOff()
+
+
+def run_shielded(work: Callable[[], None]) -> None:
+    """Run ``work`` to its end, whatever signals arrive; their handlers run afterwards. ``work`` must be bounded.
+
+    Raises:
+        BaseException: What a handler raised, else what ``work`` raised.
+    """
+    _run(work, closed=True)
+
+
+def run_attentive(work: Callable[[], None]) -> None:
+    """Run ``work``, which hears signals where it waits for others (:func:`attentively`), and nowhere else.
+
+    Raises:
+        BaseException: What a handler raised after its end, else what ``work`` raised.
+    """
+    _run(work, closed=False)
+
+
+def attentively(wait: Callable[[], _T]) -> _T:
+    """Wait, awake to signals where the work around this is not shielded: before, meanwhile, and not after it.
+
+    Raises:
+        BaseException: What a handler raised.
+    """
+    if not _now.active or _now.closed or not _on_main_thread():
+        return wait()
+    try:
+        _now.open = True
+        _now.hear()
+        return wait()
+    finally:
+        _now.open = False  # no call before that, after which Python would look for the next signal
+
+
+def in_a_hurry() -> bool:
+    """Whether the work is to come to its end: somebody has asked this process to, or has been waiting to be heard for 1 s."""
+    if not _now.pending:
+        return False
+    urgent = any(number in _URGENT for _, number, _ in tuple(_now.pending))
+    return urgent or time.monotonic() - _now.since > _HURRY_AFTER
+
+
+def _run(work: Callable[[], None], *, closed: bool) -> None:
+    interrupts: tuple[BaseException, ...] = ()
+    problem: BaseException | None = None
+    outermost: bool | None = None
+    begun = over = False
+    try:
+        while not over:
+            try:
+                if outermost is None:
+                    outermost = not _now.active and _on_main_thread()  # on other threads no handler runs
+                if not outermost:
+                    break
+                if not begun:
+                    _now.begin()
+                    _now.closed = closed
+                    begun = True
+                    try:
+                        work()
+                    except BaseException as error:
+                        problem = error
+                _now.end()
+                over = True
+            except BaseException as interrupt:
+                interrupts = (*interrupts, interrupt)  # no call, after which Python would look for the next signal
+                if interrupts[_MOST:]:  # no interrupts at all: say, the end of the stack or of the memory
+                    _now.active = False
+                    raise
+        if not outermost:
+            _run_inside(work, closed)
+        if interrupts and problem is not None and problem is not interrupts[0]:
+            raise interrupts[0] from problem
+        if interrupts:
+            raise interrupts[0]
+        if problem is not None:
+            raise problem
+    finally:
+        interrupts, problem = (), None  # or each would hold this frame, and this frame it
+
+
+def _run_inside(work: Callable[[], None], closed: bool) -> None:
+    if not _on_main_thread():
+        work()
+        return
+    before = _now.closed, _now.open
+    try:
+        _now.closed, _now.open = closed or _now.closed, False
+        work()
+    finally:
+        _now.closed, _now.open = before
+
+
+def _on_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
