@@ -3,9 +3,10 @@
 No network, no torch. :mod:`lightning_pgroup.rounds` carries the reports to the rank that decides and its decision back.
 """
 
+import functools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from lightning_pgroup import payload
@@ -51,7 +52,7 @@ class Report:
 
     def to_payload(self) -> dict[str, Any]:
         """The report as plain JSON types."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in _REPORTED}
 
     @classmethod
     def from_payload(cls, said: dict[str, Any], key: str = "rank/<k>") -> "Report":
@@ -64,6 +65,9 @@ class Report:
         if report.on_mismatch not in [one.value for one in OnMismatch]:
             raise payload.garbled(key, "a choice of `on_mismatch`", report.on_mismatch)
         return report
+
+
+_REPORTED = tuple(one.name for one in fields(Report))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +93,7 @@ class Decision:
         return json.dumps(asdict(self))
 
     @classmethod
+    @functools.lru_cache(maxsize=16)  # stage after stage it is the same
     def from_json(cls, text: str) -> "Decision":
         """Rebuild a decision that came through the store.
 

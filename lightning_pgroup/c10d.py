@@ -46,9 +46,7 @@ _attempts: "weakref.WeakKeyDictionary[ProcessGroup, Counter[tuple[str, tuple[int
 
 def default_group() -> ProcessGroup | None:
     """The default group of this process, or ``None``."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    return distributed_c10d._get_default_group()
+    return distributed_c10d._world.default_pg
 
 
 def name_groups_after(generation: int) -> None:

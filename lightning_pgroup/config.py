@@ -1,6 +1,7 @@
 """What a user asked of a strategy, checked once, when it is built."""
 
 import difflib
+import functools
 import inspect
 import math
 import os
@@ -59,7 +60,12 @@ class LifecycleConfig:
     @property
     def policy_names(self) -> tuple[str, ...]:
         """The names of the policies, sorted, for records and messages."""
-        return tuple(sorted(policy.value for policy in self.policies))
+        return _names_of(self.policies)
+
+
+@functools.cache
+def _names_of(policies: Policies) -> tuple[str, ...]:
+    return tuple(sorted(policy.value for policy in policies))
 
 
 def parse_config(

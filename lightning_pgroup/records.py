@@ -78,8 +78,11 @@ class LifecycleEvent:
 
     def log(self) -> None:
         """Write the record's one log line."""
+        level = _LEVELS.get(self.what, logging.INFO)
+        if not logger.isEnabledFor(level):
+            return
         logger.log(
-            _LEVELS.get(self.what, logging.INFO),
+            level,
             "%s process group (%s) %s%s in %.1f ms: %s",
             prefix(self.run, self.attempt, self.rank, self.world_size, self.generation),
             self.backend,

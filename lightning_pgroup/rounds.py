@@ -21,7 +21,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from typing import Any, TypedDict
 
@@ -64,13 +64,21 @@ class Rounds:
         rank: This process's rank.
         size: Number of ranks.
         waiter: Waits for keys of ``store``; by default one of its own.
+        litter: Names further keys of a round, which nobody reads any more after the next one.
 
     Attributes:
         number: How many rounds this rank has come to or left.
         where: Where the store is, for messages.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, waiter: KeyWaiter | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        waiter: KeyWaiter | None = None,
+        litter: Callable[[int], Iterable[str]] = lambda number: (),
+    ) -> None:
         self.where = ""
         self._introduction = Introduction(store, rank, size)
         self._store = store
@@ -78,7 +86,9 @@ class Rounds:
         self._size = size
         self.number = 0
         self._outcome: Outcome | None = None
-        self._passed: list[int] = []
+        self._litter = litter
+        self._passed: list[int] = []  # since the last answer
+        self._over: list[int] = []  # before it: all ranks have come to a later one
         self._waiter = waiter or KeyWaiter(store)
         self._call: Call | None = None
 
@@ -117,7 +127,7 @@ class Rounds:
             self.settle(describe(error))
             raise
         if "answer" in outcome:
-            self._passed = [number]
+            self._over, self._passed = self._passed, [number]
             return str(outcome["answer"])
         self._passed.append(number)
         if "refused" in outcome:
@@ -182,11 +192,15 @@ class Rounds:
             if difference:
                 self._publish(key, {"refused": difference})
                 outcomes.append({"refused": difference})
-            elif self._store.add(f"round/{number}/arrived", 1) == self._size:
+                return
+            arrived = self._store.add(f"round/{number}/arrived", 1)
+            if arrived == self._size:
                 outcomes.append(self._close(number, key, answer))
-            else:
-                self._wait(key, deadline)
-                outcomes.append(self._read(key, value_of(self._store, key)))
+                return
+            if arrived == 1:
+                self._tidy_up()
+            self._wait(key, deadline)
+            outcomes.append(self._read(key, value_of(self._store, key)))
 
         # Operations on the store are deaf to signals, and do not return when its host is stopped.
         self._call = call = Call(take_part)
@@ -231,8 +245,6 @@ class Rounds:
                 if text not in said:
                     said[text] = payload.parse_object(text, key_of_rank)
             outcome = self._publish(key, {"answer": answer([said[text] for text in texts])})
-        if "answer" in outcome:
-            self._delete_before(number)
         return outcome
 
     def _publish(self, key: str, outcome: Outcome) -> Outcome:
@@ -245,12 +257,12 @@ class Rounds:
             return outcome
         raise payload.garbled(key, "how a round of the ranks ended", value)
 
-    def _delete_before(self, number: int) -> None:
-        # All ranks are in this round, so none will read a key of an earlier one again; but of this one, also where this rank
-        # has just been interrupted in it and counts it as passed.
-        for passed in [one for one in self._passed if one < number]:
-            self._store.delete_key(f"round/{passed}/arrived")
-            self._store.delete_key(f"round/{passed}/outcome")
+    def _tidy_up(self) -> None:
+        """Delete what nobody reads any more. For the first to come, who has to wait for the others anyway."""
+        for over in self._over:
+            for key in (f"round/{over}/arrived", f"round/{over}/outcome", *self._litter(over)):
+                self._store.delete_key(key)
+        self._over = []
 
     def _wait(self, key: str, deadline: float) -> None:
         """Wait for ``key``, a little beyond ``deadline``: this rank gives up first, and then sets the key itself."""

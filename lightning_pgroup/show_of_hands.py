@@ -8,8 +8,9 @@ Keys, below the prefix of the run, for the stage that began with round ``r``:
 ``hands/<r>/outcome``       whether all have, and for nothing, or which rank has not and why; the first writer wins
 ==========================  ============================================================================================
 
-A rank that raises no hand says so in one operation, and waits for nobody. Those that do raise theirs hear at once of one that
-does not, of one that has failed, and of one that gives up waiting: then none of them begins what only all can do.
+A rank that raises no hand says so in one operation, and waits for nobody, not even for the store. Those that do raise theirs
+hear at once of one that does not, of one that has failed, and of one that gives up waiting: then none of them begins what only
+all can do.
 """
 
 import contextlib
@@ -37,6 +38,11 @@ class _Outcome(TypedDict, total=False):
     idle: bool
     without: int
     why: str
+
+
+def keys_of(number: int) -> list[str]:
+    """The keys of the stage that began with a round that belong to no rank in particular."""
+    return [f"{_PREFIX}/{number}/outcome"]
 
 
 class ShowOfHands:
@@ -91,9 +97,11 @@ class ShowOfHands:
         return self._text(key, value_of(self._store, key))
 
     def keep_down(self, number: int, why: str) -> None:
-        """Say that this rank is not ready. At most four operations on the store, never waits for other ranks."""
-        self._delete_passed(number)
-        self._settle(number, {"without": self._rank, "why": why})
+        """Say that this rank is not ready. A few operations on the store, never waits for other ranks."""
+        if number in self._passed:  # it had raised its hand, and may be the last that was waited for
+            self._settle(number, {"without": self._rank, "why": why})
+        else:
+            self._store.set(f"{_PREFIX}/{number}/outcome", json.dumps({"without": self._rank, "why": why}))
 
     def _settle(self, number: int, outcome: _Outcome) -> str:
         key = f"{_PREFIX}/{number}/outcome"
@@ -124,6 +132,5 @@ class ShowOfHands:
             if passed != number:
                 for key in keys:
                     self._store.delete_key(key)
-        outcome = [f"{_PREFIX}/{number}/outcome"] if self._rank == 0 else []
-        self._passed = {number: self._passed.get(number, outcome)}
+        self._passed = {number: self._passed.get(number, [])}
         return self._passed[number]

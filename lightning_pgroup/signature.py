@@ -32,6 +32,8 @@ class GroupSignature:
 
     def differences(self, wanted: "GroupSignature") -> tuple[str, ...]:
         """Name each field in which ``wanted`` differs, with its old and new value."""
+        if self == wanted:
+            return ()
         old, new = asdict(self), asdict(wanted)
         return tuple(f"{name}: {_show(name, old[name])} -> {_show(name, new[name])}" for name in old if old[name] != new[name])
 

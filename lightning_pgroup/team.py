@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch.distributed import HashStore, PrefixStore, Store, is_torchelastic_launched
 
-from lightning_pgroup import failure, payload
+from lightning_pgroup import failure, payload, show_of_hands
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.errors import RendezvousAbandonedError
 from lightning_pgroup.first_contact import meet, successor
@@ -129,7 +129,7 @@ class Team:
         self.check_peers = check_peers or (lambda: None)
         self.store: Store = PrefixStore(_prefix(run), store)
         self._waiter = (waiter or KeyWaiter(store)).below(_prefix(run))
-        self.rounds = Rounds(self.store, rank, size, self._waiter)
+        self.rounds = Rounds(self.store, rank, size, self._waiter, show_of_hands.keys_of)
         self.hands = ShowOfHands(self.store, rank, size, self._waiter)
 
     @classmethod
