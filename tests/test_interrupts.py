@@ -1,5 +1,6 @@
 """Signals around work that they must not cut in two: put off, heard in the waits that hear them, and after the end."""
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.gloo_interface import VARIABLE
 from lightning_pgroup.interrupts import attentively, in_a_hurry, run_attentive, run_shielded
+from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.process_state import process_state
+from lightning_pgroup.show_of_hands import ShowOfHands
 from tests.blocks import block, rank_sum
 from tests.ranks import run_ranks
 from tests.test_interrupted_ends import Alarm, ring
@@ -282,6 +285,28 @@ def test_what_the_system_does_with_a_signal_stays_as_it_is(tmp_path):
             sizes.append(os.fstat(stacks.fileno()).st_size)
             faulthandler.unregister(signal.SIGUSR2)
     assert 0 < sizes[0] < sizes[1]
+
+
+def test_a_signal_at_any_place_of_a_show_of_hands_leaves_no_thread_and_no_key():
+    store = dist.HashStore()
+    hands = [ShowOfHands(store, rank, 2, KeyWaiter(store)) for rank in range(2)]
+
+    def raise_hand(number, place=None):
+        hands[1].keep_down(number, "does not come")
+        with SignalAt(place, files=("lightning_pgroup", "threading.py", "contextlib.py")) as at:
+            hands[0].raise_hand(number, True, timedelta(seconds=20), lambda: None)
+        return at.seen
+
+    places = raise_hand(0)
+    assert places > 50
+    for place in range(1, places):
+        with contextlib.suppress(Alarm):
+            raise_hand(place, place)
+        waiting = [thread for thread in threading.enumerate() if thread.name == "lightning-pgroup-wait"]
+        assert not waiting, place
+    raise_hand(places)
+    left = [key for number in range(places) for key in ("raised", "raised/0") if store.check([f"hands/{number}/{key}"])]
+    assert not left
 
 
 @pytest.mark.parametrize("who", [0, 1])
