@@ -6,8 +6,10 @@ signal. No thread is needed for that, so that it costs some 10 µs.
 """
 
 import _signal  # type: ignore[import-not-found]  # `signal.getsignal` makes an enum of each answer, which takes twenty times as long
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -22,6 +24,10 @@ _NUMBERS = tuple(int(number) for number in signal.valid_signals())
 _URGENT = (signal.SIGINT, signal.SIGTERM)
 _HURRY_AFTER = 1.0
 _MOST = 100
+_KEPT = 3
+
+_Action = ctypes.c_char * 1024  # more than a `struct sigaction` has anywhere
+_sigaction = None if sys.platform == "win32" else ctypes.CDLL(None).sigaction
 
 
 class _StandIn:
@@ -33,9 +39,8 @@ class _StandIn:
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _now.active and not _now.open and _now.process == os.getpid():
-            _now.since = _now.since or time.monotonic()
-            _now.pending.append((self.handler, number, frame))
+        if _now.active and not _now.open:
+            _now.keep(self.handler, number, frame)
         else:
             self.handler(number, frame)
 
@@ -47,37 +52,47 @@ class _PutOff:
         active: Whether signals are put off.
         closed: Whether a wait of the work does not hear them either.
         open: Whether such a wait runs, and hears them.
-        process: For whom: not for one that was forked meanwhile.
         pending: What was put off.
         since: When the first of it came.
     """
 
     def __init__(self) -> None:
         self.active = self.closed = self.open = False
-        self.process = 0
         self.pending: deque[tuple[_Handler, int, FrameType | None]] = deque()
         self.since = 0.0
         self._replaced: dict[int, _Handler] = {}
 
     def begin(self) -> None:
         """Put signals off from now on. One that comes before all are may end this: it is to be called again then."""
-        self.process, self.open, self.active = os.getpid(), False, True
+        self.open, self.active = False, True
         for number in _NUMBERS:
             handler: Any = _signal.getsignal(number)
             if type(handler) is _StandIn:
                 self._replaced[number] = handler.handler
             elif callable(handler):
                 self._replaced[number] = handler
-                _signal.signal(number, _StandIn(handler))
+                _set_handler(number, _StandIn(handler))
 
     def end(self) -> None:
         """Hear what was put off, and all else from now on. What a handler raises ends this: it is to be called again then."""
         for number, handler in tuple(self._replaced.items()):
             if type(_signal.getsignal(number)) is _StandIn:  # or else the work has set another
-                _signal.signal(number, handler)
+                _set_handler(number, handler)
             self._replaced.pop(number, None)
         self.active = self.closed = False
         self.hear()
+
+    def keep(self, handler: _Handler, number: int, frame: FrameType | None) -> None:
+        """Put one signal off. Of a timer that rings all the time only the first few, as the system keeps only one."""
+        self.since = self.since or time.monotonic()
+        if sum(one[1] == number for one in self.pending) < _KEPT:
+            self.pending.append((handler, number, frame))
+
+    def forget(self) -> None:
+        """In a child that was forked in the work: it hears its signals at once, and none that its parent has got."""
+        self.active = self.closed = self.open = False
+        self.pending.clear()
+        self.since = 0.0
 
     def hear(self) -> None:
         self.since = 0.0
@@ -87,6 +102,8 @@ class _PutOff:
 
 
 _now = _PutOff()
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_now.forget)
 
 
 def run_shielded(work: Callable[[], None]) -> None:
@@ -100,6 +117,8 @@ def run_shielded(work: Callable[[], None]) -> None:
 
 def run_attentive(work: Callable[[], None]) -> None:
     """Run ``work``, which hears signals where it waits for others (:func:`attentively`), and nowhere else.
+
+    It does not begin when a handler has raised right before: it would wait for others, with that unheard.
 
     Raises:
         BaseException: What a handler raised after its end, else what ``work`` raised.
@@ -134,6 +153,8 @@ def in_a_hurry() -> bool:
 def _run(work: Callable[[], None], *, closed: bool) -> None:
     interrupts: tuple[BaseException, ...] = ()
     problem: BaseException | None = None
+    raised: tuple[BaseException, ...] = ()
+    loudest: BaseException | None = None
     outermost: bool | None = None
     begun = over = False
     try:
@@ -147,27 +168,29 @@ def _run(work: Callable[[], None], *, closed: bool) -> None:
                     _now.begin()
                     _now.closed = closed
                     begun = True
-                    try:
-                        work()
-                    except BaseException as error:
-                        problem = error
+                    if closed or not interrupts:
+                        try:
+                            work()
+                        except BaseException as error:
+                            problem = error
                 _now.end()
                 over = True
             except BaseException as interrupt:
                 interrupts = (*interrupts, interrupt)  # no call, after which Python would look for the next signal
                 if interrupts[_MOST:]:  # no interrupts at all: say, the end of the stack or of the memory
-                    _now.active = False
+                    _now.forget()
                     raise
         if not outermost:
             _run_inside(work, closed)
-        if interrupts and problem is not None and problem is not interrupts[0]:
-            raise interrupts[0] from problem
-        if interrupts:
-            raise interrupts[0]
-        if problem is not None:
-            raise problem
+        raised = interrupts if problem is None else (*interrupts, problem)
+        if raised:
+            # Whoever catches an error must not take it for all: Ctrl-C, or `sys.exit` in a handler, is to end the process.
+            loudest = next((one for one in raised if not isinstance(one, Exception)), raised[0])
+            if problem is None or problem is loudest:
+                raise loudest
+            raise loudest from problem
     finally:
-        interrupts, problem = (), None  # or each would hold this frame, and this frame it
+        interrupts, problem, raised, loudest = (), None, (), None  # or each would hold this frame, and this frame it
 
 
 def _run_inside(work: Callable[[], None], closed: bool) -> None:
@@ -180,6 +203,22 @@ def _run_inside(work: Callable[[], None], closed: bool) -> None:
         work()
     finally:
         _now.closed, _now.open = before
+
+
+def _set_handler(number: int, handler: _Handler) -> None:
+    """Set a handler written in Python, and leave alone what the system does before it runs.
+
+    ``signal.signal`` would undo ``signal.siginterrupt``, and ``faulthandler.register`` with ``chain=True``.
+    """
+    if _sigaction is None:
+        _signal.signal(number, handler)
+        return
+    action = _Action()
+    _sigaction(number, None, action)
+    try:
+        _signal.signal(number, handler)
+    finally:
+        _sigaction(number, action, None)
 
 
 def _on_main_thread() -> bool:

@@ -24,6 +24,7 @@ from torch.distributed import Store
 from lightning_pgroup import payload
 from lightning_pgroup.errors import PGroupError, RendezvousTimeoutError
 from lightning_pgroup.exceptions import describe
+from lightning_pgroup.interrupts import run_attentive
 from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.store import value_of
 
@@ -65,6 +66,8 @@ class ShowOfHands:
     def raise_hand(self, number: int, has_work: bool, timeout: timedelta, check: Callable[[], None]) -> str:
         """Say that this rank is ready. Collective among the ranks that are; waits at most ``timeout`` for the others.
 
+        An interrupt is heard in that wait: half a hand would leave keys, and a thread on the client with which rounds wait.
+
         Args:
             number: The round with which the stage began; equal on all ranks.
             has_work: Whether this rank has something for all to do.
@@ -77,6 +80,11 @@ class ShowOfHands:
         Raises:
             Exception: The store is gone, or has a value that no rank wrote.
         """
+        answers: list[str] = []
+        run_attentive(lambda: answers.append(self._raise_hand(number, has_work, timeout, check)))
+        return answers[0]
+
+    def _raise_hand(self, number: int, has_work: bool, timeout: timedelta, check: Callable[[], None]) -> str:
         mine = self._delete_passed(number)
         key, own = f"{_PREFIX}/{number}/outcome", f"{_PREFIX}/{number}/raised/{self._rank}"
         self._store.set(own, "1")

@@ -1,5 +1,7 @@
 """Signals around work that they must not cut in two: put off, heard in the waits that hear them, and after the end."""
 
+import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -12,8 +14,10 @@ import torch.distributed as dist
 
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.gloo_interface import VARIABLE
-from lightning_pgroup.interrupts import attentively, run_attentive, run_shielded
+from lightning_pgroup.interrupts import attentively, in_a_hurry, run_attentive, run_shielded
+from lightning_pgroup.key_waiter import KeyWaiter
 from lightning_pgroup.process_state import process_state
+from lightning_pgroup.show_of_hands import ShowOfHands
 from tests.blocks import block, rank_sum
 from tests.ranks import run_ranks
 from tests.test_interrupted_ends import Alarm, ring
@@ -187,9 +191,9 @@ def test_the_end_of_the_stack_is_no_interrupt():
         assert signal.getsignal(signal.SIGUSR2) is ring
 
 
-@BOTH
-def test_a_signal_at_any_place_neither_cuts_the_work_nor_is_it_lost(run):
-    """The work may not begin, if the signal comes before it all."""
+@pytest.mark.parametrize(("run", "before"), [(run_shielded, 2), (run_attentive, 150)])
+def test_a_signal_at_any_place_neither_cuts_the_work_nor_is_it_lost(run, before):
+    """The work may not begin, if the signal comes before it all; and that which waits for others must not then."""
     with SignalAt() as counter:
         run(lambda: threading.Event().wait(0))
     assert counter.seen > 20
@@ -202,9 +206,107 @@ def test_a_signal_at_any_place_neither_cuts_the_work_nor_is_it_lost(run):
                 heard = True
         assert heard == at.sent, place
         assert ran in ([], ["begun", "ended"]), place
-        assert ran or place <= 2, place  # of `SignalAt` itself, and the calls of `run` and of what that calls
+        assert ran or place <= before, place  # of `SignalAt` itself, and the calls of `run` and of what that calls
         assert signal.getsignal(signal.SIGUSR2) is ring, place
         run(lambda: None)
+
+
+def test_no_wait_begins_when_an_interrupt_has_come_before_it():
+    """In the microseconds in which signals begin to be put off, too: it would be heard after the whole wait."""
+    begun = []
+    with SignalAt() as counter:
+        run_attentive(lambda: attentively(lambda: begun.append(counter.seen)))
+    for place in range(1, begun[0]):
+        waited, at = [], SignalAt(place)
+        with pytest.raises(Alarm), at:
+            run_attentive(lambda: attentively(lambda: waited.append("begun")))  # noqa: B023
+        assert at.sent, place
+        assert not waited, place
+
+
+def test_an_error_from_one_handler_does_not_hide_that_another_ends_the_process():
+    def both():
+        signal.raise_signal(signal.SIGUSR2)
+        signal.raise_signal(signal.SIGINT)
+
+    def stopped():
+        try:
+            attentively(lambda: signal.raise_signal(signal.SIGINT))
+        finally:
+            signal.raise_signal(signal.SIGUSR2)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_shielded(both)
+    with pytest.raises(KeyboardInterrupt):
+        run_attentive(stopped)
+
+
+def test_a_child_that_is_forked_in_the_work_has_none_of_the_signals_of_its_parent():
+    def work():
+        signal.raise_signal(signal.SIGINT)
+        child = os.fork()
+        if child == 0:
+            try:
+                run_shielded(lambda: attentively(lambda: None))
+                os._exit(in_a_hurry())
+            finally:
+                os._exit(9)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    codes = []
+    with pytest.raises(KeyboardInterrupt):
+        run_shielded(work)
+    assert codes == [0]
+
+
+def test_a_timer_that_rings_all_the_time_leaves_nothing_behind():
+    with pytest.raises(Alarm):
+        run_shielded(lambda: [signal.raise_signal(signal.SIGUSR2) for _ in range(1000)])
+    assert not in_a_hurry()
+    run_shielded(lambda: None)
+
+
+def test_what_the_system_does_with_a_signal_stays_as_it_is(tmp_path):
+    """A dump of `faulthandler` in the work too, which is when somebody may want it most."""
+
+    def ring_for_a_dump():
+        os.kill(os.getpid(), signal.SIGUSR2)
+        sizes.append(os.fstat(stacks.fileno()).st_size)
+
+    sizes = []
+    with (tmp_path / "stacks").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=False, chain=True)
+        try:
+            with pytest.raises(Alarm):
+                run_shielded(ring_for_a_dump)
+            with pytest.raises(Alarm):
+                ring_for_a_dump()
+        finally:
+            sizes.append(os.fstat(stacks.fileno()).st_size)
+            faulthandler.unregister(signal.SIGUSR2)
+    assert 0 < sizes[0] < sizes[1]
+
+
+def test_a_signal_at_any_place_of_a_show_of_hands_leaves_no_thread_and_no_key():
+    store = dist.HashStore()
+    hands = [ShowOfHands(store, rank, 2, KeyWaiter(store)) for rank in range(2)]
+
+    def raise_hand(number, place=None):
+        hands[1].keep_down(number, "does not come")
+        with SignalAt(place, files=("lightning_pgroup", "threading.py", "contextlib.py")) as at:
+            hands[0].raise_hand(number, True, timedelta(seconds=20), lambda: None)
+        return at.seen
+
+    places = raise_hand(0)
+    assert places > 50
+    for place in range(1, places):
+        with contextlib.suppress(Alarm):
+            raise_hand(place, place)
+        waiting = [thread for thread in threading.enumerate() if thread.name == "lightning-pgroup-wait"]
+        assert not waiting, place
+    raise_hand(places)
+    left = [key for number in range(places) for key in ("raised", "raised/0") if store.check([f"hands/{number}/{key}"])]
+    assert not left
 
 
 @pytest.mark.parametrize("who", [0, 1])
