@@ -7,7 +7,6 @@ signal. No thread is needed for that, so that it costs some 10 µs.
 
 import _signal  # type: ignore[import-not-found]  # `signal.getsignal` makes an enum of each answer, which takes twenty times as long
 import ctypes
-import os
 import signal
 import sys
 import threading
@@ -102,8 +101,11 @@ class _PutOff:
 
 
 _now = _PutOff()
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_now.forget)
+
+
+def forget() -> None:
+    """Forget what this process has put off. For a child, right after it was forked, in which the work does not go on."""
+    _now.forget()
 
 
 def run_shielded(work: Callable[[], None]) -> None:

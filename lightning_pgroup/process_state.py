@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from torch.distributed import ProcessGroup
 
-from lightning_pgroup import c10d
+from lightning_pgroup import c10d, interrupts
 from lightning_pgroup.bounded import run_bounded
 from lightning_pgroup.lifecycle import Lifecycle
 from lightning_pgroup.membership import LEAVE_TIMEOUT, Membership
@@ -100,6 +100,7 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     global _state, _inherited
+    interrupts.forget()
     # Stores and groups have threads, which stay behind in the parent. Torch's own bookkeeping is left as it is: the workers of
     # a data loader ask it for their rank.
     if _state is not None:

@@ -28,6 +28,7 @@ BOTH = pytest.mark.parametrize("run", [run_shielded, run_attentive])
 
 @pytest.fixture(autouse=True)
 def _alarm():
+    process_state()  # sees that forked children begin anew
     before = signal.signal(signal.SIGUSR2, ring)
     yield
     assert signal.getsignal(signal.SIGUSR2) is ring, "the handler was not given back"
