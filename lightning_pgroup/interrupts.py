@@ -10,7 +10,6 @@ import ctypes
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
@@ -20,8 +19,6 @@ _T = TypeVar("_T")
 _Handler = Callable[[int, FrameType | None], Any]
 
 _NUMBERS = tuple(int(number) for number in signal.valid_signals())
-_URGENT = (signal.SIGINT, signal.SIGTERM)
-_HURRY_AFTER = 1.0
 _MOST = 100
 _KEPT = 3
 
@@ -52,18 +49,18 @@ class _PutOff:
         closed: Whether a wait of the work does not hear them either.
         open: Whether such a wait runs, and hears them.
         pending: What was put off.
-        since: When the first of it came.
+        raised: What handlers have raised that ran in a wait of shielded work.
     """
 
     def __init__(self) -> None:
         self.active = self.closed = self.open = False
         self.pending: deque[tuple[_Handler, int, FrameType | None]] = deque()
-        self.since = 0.0
+        self.raised: tuple[BaseException, ...] = ()
         self._replaced: dict[int, _Handler] = {}
 
     def begin(self) -> None:
         """Put signals off from now on. One that comes before all are may end this: it is to be called again then."""
-        self.open, self.active = False, True
+        self.open, self.active, self.raised = False, True, ()
         for number in _NUMBERS:
             handler: Any = _signal.getsignal(number)
             if type(handler) is _StandIn:
@@ -83,7 +80,6 @@ class _PutOff:
 
     def keep(self, handler: _Handler, number: int, frame: FrameType | None) -> None:
         """Put one signal off. Of a timer that rings all the time only the first few, as the system keeps only one."""
-        self.since = self.since or time.monotonic()
         if sum(one[1] == number for one in self.pending) < _KEPT:
             self.pending.append((handler, number, frame))
 
@@ -91,13 +87,21 @@ class _PutOff:
         """In a child that was forked in the work: it hears its signals at once, and none that its parent has got."""
         self.active = self.closed = self.open = False
         self.pending.clear()
-        self.since = 0.0
+        self.raised = ()
 
     def hear(self) -> None:
-        self.since = 0.0
+        """Let the handlers run for what was put off."""
         while self.pending:
             handler, number, frame = self.pending.popleft()
             handler(number, frame)
+
+    def hear_without_raising(self) -> None:
+        """The same in the middle of work that is to come to its end: what they raise is kept for that."""
+        while self.pending:
+            try:
+                self.hear()
+            except BaseException as error:
+                self.raised = (*self.raised, error)
 
 
 _now = _PutOff()
@@ -109,7 +113,7 @@ def forget() -> None:
 
 
 def run_shielded(work: Callable[[], None]) -> None:
-    """Run ``work`` to its end, whatever signals arrive; their handlers run afterwards. ``work`` must be bounded.
+    """Run ``work`` to its end, whatever signals arrive; what their handlers raise comes afterwards. ``work`` must be bounded.
 
     Raises:
         BaseException: What a handler raised, else what ``work`` raised.
@@ -138,6 +142,9 @@ def attentively(wait: Callable[[], _T]) -> _T:
         return wait()
     try:
         _now.open = True
+        if _now.raised:  # in shielded work inside the present one
+            raised, _now.raised = _now.raised, ()
+            raise _loudest(raised)
         _now.hear()
         return wait()
     finally:
@@ -145,11 +152,14 @@ def attentively(wait: Callable[[], _T]) -> _T:
 
 
 def in_a_hurry() -> bool:
-    """Whether the work is to come to its end: somebody has asked this process to, or has been waiting to be heard for 1 s."""
-    if not _now.pending:
-        return False
-    urgent = any(number in _URGENT for _, number, _ in tuple(_now.pending))
-    return urgent or time.monotonic() - _now.since > _HURRY_AFTER
+    """Whether the work is to come to its end soon: the handler of a signal that came meanwhile has raised.
+
+    Asked in waits of shielded work. The handlers run here, but what they raise comes after the work. One that raises nothing,
+    as that of a timer or Lightning's for SIGTERM, is no reason to break off a save.
+    """
+    if _now.active and _on_main_thread():
+        _now.hear_without_raising()
+    return _now.active and bool(_now.raised)
 
 
 def _run(work: Callable[[], None], *, closed: bool) -> None:
@@ -184,14 +194,17 @@ def _run(work: Callable[[], None], *, closed: bool) -> None:
                     raise
         if not outermost:
             _run_inside(work, closed)
+        if outermost:
+            interrupts = (*_now.raised, *interrupts)
         raised = interrupts if problem is None else (*interrupts, problem)
         if raised:
-            # Whoever catches an error must not take it for all: Ctrl-C, or `sys.exit` in a handler, is to end the process.
-            loudest = next((one for one in raised if not isinstance(one, Exception)), raised[0])
+            loudest = _loudest(raised)
             if problem is None or problem is loudest:
                 raise loudest
             raise loudest from problem
     finally:
+        if outermost:
+            _now.raised = ()
         interrupts, problem, raised, loudest = (), None, (), None  # or each would hold this frame, and this frame it
 
 
@@ -205,6 +218,11 @@ def _run_inside(work: Callable[[], None], closed: bool) -> None:
         work()
     finally:
         _now.closed, _now.open = before
+
+
+def _loudest(raised: tuple[BaseException, ...]) -> BaseException:
+    """The one to raise. Whoever catches an error must not take it for all: Ctrl-C, or ``sys.exit``, is to end the process."""
+    return next((one for one in raised if not isinstance(one, Exception)), raised[0])
 
 
 def _set_handler(number: int, handler: _Handler) -> None:
