@@ -192,10 +192,10 @@ def _run(work: Callable[[], None], *, closed: bool) -> None:
                 if interrupts[_MOST:]:  # no interrupts at all: say, the end of the stack or of the memory
                     _now.forget()
                     raise
-        if not outermost:
-            _run_inside(work, closed)
         if outermost:
             interrupts = (*_now.raised, *interrupts)
+        else:
+            _run_inside(work, closed)
         raised = interrupts if problem is None else (*interrupts, problem)
         if raised:
             loudest = _loudest(raised)

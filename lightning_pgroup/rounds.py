@@ -237,15 +237,13 @@ class Rounds:
         values = self._store.multi_get(keys) if at_once else [self._store.get(one) for one in keys]
         spoken = [payload.read(value, one, Said) for one, value in zip(keys, values, strict=True)]
         if any(one["round"] != number or one["left"] for one in spoken):
-            outcome = self._read(key, value_of(self._store, key))  # whoever has moved on has given up this round before
-        else:
-            texts = [one["said"] for one in spoken]
-            said: dict[str, dict[str, Any]] = {}
-            for key_of_rank, text in zip(keys, texts, strict=True):
-                if text not in said:
-                    said[text] = payload.parse_object(text, key_of_rank)
-            outcome = self._publish(key, {"answer": answer([said[text] for text in texts])})
-        return outcome
+            return self._read(key, value_of(self._store, key))  # whoever has moved on has given up this round before
+        texts = [one["said"] for one in spoken]
+        said: dict[str, dict[str, Any]] = {}
+        for key_of_rank, text in zip(keys, texts, strict=True):
+            if text not in said:
+                said[text] = payload.parse_object(text, key_of_rank)
+        return self._publish(key, {"answer": answer([said[text] for text in texts])})
 
     def _publish(self, key: str, outcome: Outcome) -> Outcome:
         return self._read(key, self._store.compare_set(key, "", json.dumps(outcome)))

@@ -5,7 +5,7 @@ Keys, below the prefix of the run, for the stage that began with round ``r``:
 ==========================  ============================================================================================
 ``hands/<r>/raised``        how many ranks have raised their hand, and 2³² for each of them that has work for all
 ``hands/<r>/raised/<k>``    that rank ``k`` has, for messages
-``hands/<r>/outcome``       whether all have, and for nothing, or which rank has not and why; the first writer wins
+``hands/<r>/outcome``       whether all have, and for nothing, or which rank has not and why
 ==========================  ============================================================================================
 
 A rank that raises no hand says so in one operation, and waits for nobody, not even for the store. Those that do raise theirs
@@ -43,7 +43,11 @@ class _Outcome(TypedDict, total=False):
 
 def keys_of(number: int) -> list[str]:
     """The keys of the stage that began with a round that belong to no rank in particular."""
-    return [f"{_PREFIX}/{number}/outcome"]
+    return [_outcome_of(number)]
+
+
+def _outcome_of(number: int) -> str:
+    return f"{_PREFIX}/{number}/outcome"
 
 
 class ShowOfHands:
@@ -86,7 +90,7 @@ class ShowOfHands:
 
     def _raise_hand(self, number: int, has_work: bool, timeout: timedelta, check: Callable[[], None]) -> str:
         mine = self._delete_passed(number)
-        key, own = f"{_PREFIX}/{number}/outcome", f"{_PREFIX}/{number}/raised/{self._rank}"
+        key, own = _outcome_of(number), f"{_PREFIX}/{number}/raised/{self._rank}"
         self._store.set(own, "1")
         mine.append(own)
         raised = self._store.add(f"{_PREFIX}/{number}/raised", 1 + _WORK * has_work)
@@ -105,14 +109,15 @@ class ShowOfHands:
         return self._text(key, value_of(self._store, key))
 
     def keep_down(self, number: int, why: str) -> None:
-        """Say that this rank is not ready. A few operations on the store, never waits for other ranks."""
+        """Say that this rank is not ready. One operation on the store, never waits for other ranks."""
+        outcome: _Outcome = {"without": self._rank, "why": why}
         if number in self._passed:  # it had raised its hand, and may be the last that was waited for
-            self._settle(number, {"without": self._rank, "why": why})
-        else:
-            self._store.set(f"{_PREFIX}/{number}/outcome", json.dumps({"without": self._rank, "why": why}))
+            self._settle(number, outcome)
+        else:  # all can not have raised theirs, so nothing is lost if another rank has said the same
+            self._store.set(_outcome_of(number), json.dumps(outcome))
 
     def _settle(self, number: int, outcome: _Outcome) -> str:
-        key = f"{_PREFIX}/{number}/outcome"
+        key = _outcome_of(number)
         return self._text(key, self._store.compare_set(key, "", json.dumps(outcome)))
 
     def _text(self, key: str, value: bytes) -> str:
